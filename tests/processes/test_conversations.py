@@ -241,18 +241,10 @@ def test_a_failure_costs_its_sample(tmp_path: Path) -> None:
     assert len(closed) == len(names) - 1, "each instance that was made"
 
 
-@pytest.mark.parametrize(
-    ("name", "grace_s", "problem"),
-    [
-        ("hangs", 60.0, "took longer than environment.timeout_s (2 s)"),
-        ("blocks", 0.5, "timed out and had to be killed"),  # an alarm does not reach native code
-    ],
-)
-def test_a_step_that_takes_too_long_is_ended(
-    name: str, grace_s: float, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "_GRACE_S", grace_s)
-    assert one(name, timeout_s=2.0).failure == f"tests.fakes.environments:Echo: {problem}"
+def test_a_step_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_GRACE_S", 60.0)
+    problem = "took longer than environment.timeout_s (2 s)"
+    assert one("hangs", timeout_s=2.0).failure == f"tests.fakes.environments:Echo: {problem}"
 
 
 def test_turns_that_fail_and_prompts_without_room() -> None:
