@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,19 +67,11 @@ class Experience:
 
 
 class ExperienceMaker:
-    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `timed` is
-    the context of a phase (`rollout`, `reward`), for its time; `workers` are `Conversations`, or do `reward_work`."""
+    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `workers`
+    are `Conversations`, or do `reward_work`."""
 
-    def __init__(
-        self,
-        config: Config,
-        recipe: AlgorithmConfig,
-        stream: TaskStream,
-        workers: WorkerPool,
-        timed: Callable,
-    ) -> None:
-        self._config, self._recipe, self._stream = config, recipe, stream
-        self._workers, self._timed = workers, timed
+    def __init__(self, config: Config, recipe: AlgorithmConfig, stream: TaskStream, workers: WorkerPool) -> None:
+        self._config, self._recipe, self._stream, self._workers = config, recipe, stream, workers
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
@@ -124,25 +116,21 @@ class ExperienceMaker:
         """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
         out."""
         most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
-        with self._timed("rollout"):
-            for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
-                if one.error:
-                    experience.failures["rollout"][one.error] += 1
-                elif one.token_ids:
-                    sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
-                    ended.append((one, self._workers.submit(sample)))
+        for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+            if one.error:
+                experience.failures["rollout"][one.error] += 1
+            elif one.token_ids:
+                sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
+                ended.append((one, self._workers.submit(sample)))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-        with self._timed("reward"):
-            return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
+        return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
 
     def _episodes(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Conversations and their rewards; without those of failed turns."""
         assert isinstance(self._workers, Conversations)
-        with self._timed("rollout"):
-            episodes = self._workers.run(rollout, tasks, sampling, self._config.data.n)
-        for episode in episodes:
+        for episode in self._workers.run(rollout, tasks, sampling, self._config.data.n):
             experience.environment_s += episode.environment_s
             if episode.error:
                 experience.failures["rollout"][episode.error] += 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+PHASES = ("rollout", "update", "sync", "checkpoint")
 _LARGE_GAP = 0.05
 """Average difference of log-probabilities above which a warning is shown."""
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (

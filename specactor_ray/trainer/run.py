@@ -102,7 +102,7 @@ def _train(
             context = max_prompt_tokens(config) + config.sampling.max_tokens
             workers = Conversations(config, _tokenizer(config), context)
         parts.enter_context(workers)
-        maker = ExperienceMaker(config, make_recipe(config), stream, workers, record.timed)
+        maker = ExperienceMaker(config, make_recipe(config), stream, workers)
         ahead = None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)

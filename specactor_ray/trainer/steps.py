@@ -117,7 +117,8 @@ def _step(parts: TrainingParts) -> None:
     state, record, saver = parts.saver.state, parts.record, parts.saver
     record.begin(state.step)
     sampling = parts.config.sampling
-    experience = parts.maker.collect(parts.rollout, sampling, state.step)
+    with record.timed("rollout"):
+        experience = parts.maker.collect(parts.rollout, sampling, state.step)
     with signals_deferred():
         if parts.config.trainer.offload:
             parts.rollout.sleep()

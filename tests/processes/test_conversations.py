@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
@@ -109,7 +108,7 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     tasks: Any = [Task(index, "Hi") for index in range(9)]
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)
     with Conversations(config, rollout.tokenizer, 512) as conversations:
-        maker = ExperienceMaker(config, make_recipe(config), stream, conversations, lambda _: contextlib.nullcontext())
+        maker = ExperienceMaker(config, make_recipe(config), stream, conversations)
         mixed = maker.collect(rollout, config.sampling, 0)
         failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
     reason = "tests.fakes.environments:Echo: RuntimeError: no such move"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 from collections.abc import Sequence
@@ -62,8 +61,7 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     config = from_mapping({"mode": "plain", **sections})
     tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
-    timed = lambda phase: contextlib.nullcontext()  # noqa: E731
-    maker = ExperienceMaker(config, make_recipe(config), stream, scorer, timed)  # type: ignore[arg-type]
+    maker = ExperienceMaker(config, make_recipe(config), stream, scorer)  # type: ignore[arg-type]
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
