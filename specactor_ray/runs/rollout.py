@@ -174,8 +174,9 @@ def _run(
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
-            done = True
-            status = "complete" if tally.failures.total() < tally.total else "failed"
+            done, status = True, "complete"
+            if tally.failures.total() == tally.total:
+                status, error = "failed", "every trajectory failed"
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interruption(interrupt)
             saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"

@@ -204,11 +204,12 @@ class TestRun:
                 self.run(trajectory(0), trajectory(1), trajectory(2))
         outcome = self.run(resume="auto")
         assert outcome.summary["status"] == "complete" and outcome.summary["resumed"] == 3
-        assert len(outcome.trajectories.read_text().splitlines()) == 3
+        assert len(Path(outcome.summary["output"]).read_text().splitlines()) == 3
 
     def test_a_run_whose_prompts_all_fail_has_exit_code_1(self) -> None:
         outcome = self.run(*(trajectory(index, error="no") for index in range(3)))
-        assert outcome.exit_code == 1 and outcome.status == "failed"
+        assert outcome.exit_code == 1 and outcome.summary["error"] == "every trajectory failed"
+        assert Path(outcome.summary["output"]).name == "trajectories.jsonl"
 
     def test_a_crash_is_written_down_and_raised_and_a_start_that_fails_leaves_nothing(self) -> None:
         with pytest.raises(ClusterError):
