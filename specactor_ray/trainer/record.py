@@ -178,7 +178,7 @@ class StepRecorder:
                 append_json(self._run.metrics_file, *self._pending)
             self._pending.clear()
         except OSError as error:
-            logger.error("%d records wait for room: %s", len(self._pending), error)
+            logger.error("%d records wait for room in %s: %s", len(self._pending), self._run.metrics_file, error)
 
     def _tensorboard(self) -> Callable[[Mapping[str, Any]], None] | None:
         if not self._config.tracking.tensorboard:
