@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.cli.options import finish, progress_console
+from specactor_ray.cli.options import progress_console
 from specactor_ray.config.schema import LOG_LEVELS
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
@@ -69,11 +69,9 @@ def train(
     with signals_deferred():
         from specactor_ray.cli.train_drafter import train_drafter
 
-    outcome = train_drafter(recipe, data, output, console, heldout, corpus)
-    _show(outcome, f"{output}: acceptance on held-out rollouts")
-    if outcome.status != "interrupted":
-        say(make_console(), f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
-    finish(outcome.status)
+    rows = train_drafter(recipe, data, output, console, heldout, corpus)
+    make_console().print(acceptance_table(f"{output}: acceptance on held-out rollouts", rows))
+    say(make_console(), f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
 
 
 @drafter.command("eval")
@@ -102,9 +100,8 @@ def evaluate(
     config = drafter_of(folder) if folder is not None else method_alone(str(method))
     config.trust_remote_code = trust_remote_code
     with tempfile.TemporaryDirectory() as temporary:
-        outcome = eval_drafter(recipe, config, data, corpus or Path(temporary) / "corpus", console)
-    _show(outcome, f"{folder or method}: acceptance on {data}")
-    finish(outcome.status)
+        rows = eval_drafter(recipe, config, data, corpus or Path(temporary) / "corpus", console)
+    make_console().print(acceptance_table(f"{folder or method}: acceptance on {data}", rows))
 
 
 def _prepare(
@@ -130,14 +127,6 @@ def _prepare(
     recipe = load_as(DrafterRecipe, options, settings or ())
     reject_values_not_allowed(recipe, "")
     return progress_console(log_level), recipe
-
-
-def _show(outcome: Any, title: str) -> None:
-    console = make_console()
-    if outcome.acceptance:
-        console.print(acceptance_table(title, outcome.acceptance))
-    if outcome.note:
-        say(console, outcome.note)
 
 
 _CAPTION = (

@@ -100,8 +100,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     alarms = alarm_lines(outcome.summary["drafters"])
     for line in (*reason_lines(counts["failures"]), *alarms):
         say(console, line)
-    if outcome.trajectories.exists():
-        say(console, f"trajectories: {outcome.trajectories.resolve()}")
+    if Path(outcome.summary["output"]).exists():
+        say(console, f"trajectories: {outcome.summary['output']}")
     say(console, f"summary and configuration: {outcome.folder.resolve()}")
     raise typer.Exit(outcome.exit_code)
 

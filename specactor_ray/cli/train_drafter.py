@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,10 @@ from specactor_ray.models.identity import model_identity
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer
 from specactor_ray.rollout.preflight import require_named_model
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.runs.folder import RunLease
 
 METHOD = "eagle"
 WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE = "training", "corpus", "recipe.json"
-
-
-@dataclass(slots=True)
-class DrafterOutcome:
-    """Result of a command."""
-
-    status: str
-    """`finished` or `interrupted`."""
-    acceptance: list[dict[str, Any]] = field(default_factory=list)
-    note: str = ""
 
 
 def train_drafter(
@@ -48,8 +39,9 @@ def train_drafter(
     console: Console,
     held_out: Path | None = None,
     corpus_folder: Path | None = None,
-) -> DrafterOutcome:
-    """Record the target's rollouts, train an EAGLE head on them, save it and measure it.
+) -> list[dict[str, Any]]:
+    """Record the target's rollouts, train an EAGLE head on them, save it and measure it: returns the rows of its
+    acceptance.
 
     A second call with the same recipe continues where the first one was interrupted, or shows its result.
 
@@ -59,6 +51,7 @@ def train_drafter(
 
     Raises:
         UserError: A setting, the prompts, the target or the output folder cannot be used; nothing is left behind.
+        KeyboardInterrupt: What was done is kept.
     """
     target = _checked_target(recipe)
     encoded = _encoded(data, recipe, target)
@@ -69,7 +62,9 @@ def train_drafter(
     claim_folder(output, work / RECIPE_FILE, facts, "drafter")
     done = read_card(output)
     if done is not None:
-        return DrafterOutcome("finished", done["acceptance"], f"{output} was finished before; nothing was done")
+        say(console, f"{output} was finished before; nothing was done")
+        return list(done["acceptance"])
+    lease = RunLease(work, "--output")
     with sigterm_interrupts():
         try:
             model = load_model(recipe.target, trust_remote_code=recipe.trust_remote_code)
@@ -80,8 +75,10 @@ def train_drafter(
             loop = _train(model, corpus, work, console)
             return _finish(loop, output, corpus, console)
         except KeyboardInterrupt:
-            note = f"interrupted; what was done is kept in {work}. Go on with the same command"
-            return DrafterOutcome("interrupted", note=note)
+            say(console, f"interrupted; what was done is kept in {work}. Go on with the same command")
+            raise
+        finally:
+            lease.release()
 
 
 def eval_drafter(
@@ -90,8 +87,9 @@ def eval_drafter(
     data: Path,
     corpus_folder: Path,
     console: Console,
-) -> DrafterOutcome:
-    """Measure a drafter on the target's rollouts of the prompts, or on those in `corpus_folder`. Raises UserError."""
+) -> list[dict[str, Any]]:
+    """Measure a drafter on the target's rollouts of the prompts, or on those in `corpus_folder`: returns the rows of
+    its acceptance. Raises UserError."""
     target = _checked_target(recipe)
     head = head_config(drafter, recipe.target)
     if drafter.model is not None and head is None:
@@ -102,13 +100,9 @@ def eval_drafter(
     if not usable:
         raise InputError(f"--data: each prompt of {data} is longer than {longest} tokens. Fix: a lower max_tokens")
     with sigterm_interrupts():
-        try:
-            corpus = Corpus(recipe, Prompts((), usable), layers, corpus_folder, console)
-            corpus.collect(None)
-            rows = measure(drafter, corpus, console)
-        except KeyboardInterrupt:
-            return DrafterOutcome("interrupted", note="interrupted")
-    return DrafterOutcome("finished", rows)
+        corpus = Corpus(recipe, Prompts((), usable), layers, corpus_folder, console)
+        corpus.collect(None)
+        return measure(drafter, corpus, console)
 
 
 def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoop:
@@ -127,7 +121,7 @@ def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoo
     return loop
 
 
-def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> DrafterOutcome:
+def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
     """Save the drafter, measure it, and only then write `drafter.json`, which marks it as complete."""
     recipe, state, head = corpus.recipe, loop.state, loop.trainer.head
     save_head(head, output)
@@ -151,7 +145,8 @@ def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> 
     card = {"method": METHOD, "target": target, "training": training, "acceptance": rows}
     write_json(output / CARD_FILE, card, shared=True)
     (output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
-    return DrafterOutcome("finished", rows, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    say(console, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    return rows
 
 
 def _checked_target(recipe: DrafterRecipe) -> Any:

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,19 @@ def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -
 def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = False, new: bool = False) -> None:
     """Write a JSON file as a whole; arguments and errors as in `write_text`."""
     write_text(path, json.dumps(data, indent=indent) + "\n", shared, new)
+
+
+def append_json(path: Path, *rows: Mapping[str, Any]) -> None:
+    """Append each row as a line of JSON. All are in the file then, or none (a full disk raises OSError)."""
+    # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it anyway.
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    data = text.encode("utf-8", "backslashreplace")
+    with open(path, "ab", buffering=0) as file:  # one write: a signal between two would leave half a line
+        begin = file.tell()
+        if (written := file.write(data)) < len(data):
+            file.truncate(begin)
+            problem = f"only {written} of {len(data)} bytes could be written; the disk is full"
+            raise OSError(errno.ENOSPC, problem, str(path))
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import read_foreign, replacing, write_json
+from specactor_ray.core.files import parse_json, read_foreign, replacing, write_json
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import DrafterRecipe
@@ -310,7 +310,10 @@ def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> 
     """Create a folder and record the facts that determine its content in a file `note` inside, or check those of an
     existing one. Raises InputError if it has other facts, holds other files, or cannot be written to."""
     if note.is_file():
-        there, wanted = json.loads(read_foreign(note)), json.loads(json.dumps(facts))
+        try:
+            there, wanted = dict(parse_json(read_foreign(note))), json.loads(json.dumps(facts))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{note} cannot be read ({error}). Fix: name another folder") from None
         differing = [
             f"{key} {there.get(key)!r} there, {wanted.get(key)!r} wanted"
             for key in sorted({*there, *wanted})

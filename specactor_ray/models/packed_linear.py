@@ -57,7 +57,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
     Args:
         model: The model; unpacked parameters are overwritten in place.
         state_dict: Hugging Face names → tensors. Every weight of the model is required; extra names are refused.
-        tied: Name → name with which it shares its values (`loading.tied`); one of the two is enough.
+        tied: Name → name with which it shares its values (`loading.tied`); the latter is enough.
 
     Raises:
         InputError: A name is missing or unknown, or a shape differs; nothing was changed.
@@ -69,12 +69,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
         shapes[f"{name}.weight"] = (module.out_features, module.in_features)
         if module._bias is not None:
             shapes[f"{name}.bias"] = (module.out_features,)
-    new = dict(state_dict)
-    for pair in tied.items():
-        for name, other in (pair, pair[::-1]):
-            if name not in new and other in new:
-                new[name] = new[other]
-    check_names_and_shapes(new, shapes)
+    new = whole_weights(state_dict, shapes, tied)
     with torch.no_grad():
         for name, module in packed.items():
             module.set_weight(new[f"{name}.weight"], new.get(f"{name}.bias"))
@@ -82,8 +77,12 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
             tensor.copy_(new[name])
 
 
-def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InputError where a full set of weights lacks a name of `shapes`, has an extra name, or another shape."""
+def whole_weights(
+    weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The weights under both names of `tied` ones. Raises InputError if they lack a name of `shapes`, have an extra
+    name, or another shape."""
+    new = {**{name: weights[owner] for name, owner in tied.items() if owner in weights}, **weights}
     missing, unknown = sorted(shapes.keys() - new.keys()), sorted(new.keys() - shapes.keys())
     if missing or unknown:
         raise InputError(
@@ -93,6 +92,7 @@ def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str,
     for name, shape in shapes.items():
         if tuple(new[name].shape) != shape:
             raise InputError(f"weight {name} has shape {tuple(new[name].shape)}; the model wants {shape}")
+    return new
 
 
 def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats: int = 5) -> list[int]:

@@ -8,14 +8,16 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,25 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.yaml", "summary.json", "run.lock"
 TRAJECTORIES_FILE, PARTIAL_FILE = "trajectories.jsonl", "trajectories.jsonl.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """Result of a command that has a run's folder."""
+
+    folder: Path
+    summary: dict[str, Any]
+    """Content of `summary.json`."""
+
+    @property
+    def status(self) -> str:
+        """`complete`; `interrupted`, by Ctrl-C or SIGTERM; `failed`: by an error, with no sound trajectory, or without
+        the last checkpoint."""
+        return str(self.summary["status"])
+
+    @property
+    def exit_code(self) -> int:
+        return {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}[self.status]
 
 
 class RunInUseError(InputError):

@@ -17,7 +17,7 @@ from rich.console import Console
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
+from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
@@ -26,7 +26,7 @@ from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
-from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
+from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
@@ -64,23 +64,6 @@ class Tally:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """Result of `run_rollout`."""
-
-    summary: dict[str, Any]
-    folder: Path
-    trajectories: Path
-    """The file with all trajectories; after an interruption the partial file with the ended ones."""
-
-    @property
-    def exit_code(self) -> int:
-        if self.summary["status"] == "interrupted":
-            return EXIT_INTERRUPTED
-        counts = self.summary["trajectories"]
-        return EXIT_FAILED if counts["failed"] == counts["total"] else 0
-
-
 def run_rollout(config: Config, console: Console) -> RunOutcome:
     """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
 
@@ -104,14 +87,14 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
-            with TrajectoryWriter(folder) as writer:
-                there = read_finished(writer, prompts, config) if found else []
-                save_run_config(config, folder)
-                with start_phase(f"run {config.run.name}: checking model and prompts"):
-                    encoded = _encode(config, prompts)
-                for line in (*lines, *_cut_outputs(config, encoded)):
-                    say(console, line)
-                return _run(config, prompts, encoded, folder, writer, there, console)
+            writer = TrajectoryWriter(folder)
+            there = read_finished(writer, prompts, config) if found else []
+            save_run_config(config, folder)
+            with start_phase(f"run {config.run.name}: checking model and prompts"):
+                encoded = _encode(config, prompts)
+            for line in (*lines, *_cut_outputs(config, encoded)):
+                say(console, line)
+            return _run(config, prompts, encoded, folder, writer, there, console)
         except BaseException as error:
             if found is None and not (folder / SUMMARY_FILE).exists():
                 lease.release()
@@ -186,11 +169,13 @@ def _run(
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")
-        status, error = "failed", ""
+        status, error, done = "failed", "", False
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
-            status = "complete"
+            done, status = True, "complete"
+            if tally.failures.total() == tally.total:
+                status, error = "failed", "every trajectory failed"
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interruption(interrupt)
             saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
@@ -208,12 +193,12 @@ def _run(
                 "start_seconds": round(start_seconds, 3),
                 "resumed": len(there),
                 **_figures(rollout, tally, time.monotonic() - begin),
-                "output": str((writer.path if status == "complete" else writer.partial).resolve()),
+                "output": str((writer.path if done else writer.partial).resolve()),
             }
             write_json(folder / SUMMARY_FILE, summary)
-        if status == "complete":
+        if done:
             writer.complete()  # last: a run that is killed before it can be continued
-    return RunOutcome(summary, folder, writer.where)
+    return RunOutcome(folder, summary)
 
 
 def _consume(

@@ -6,7 +6,6 @@ the file gets its final name once the last trajectory is in it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +16,7 @@ from typing import Any
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import open_regular, parse_json, read_foreign
+from specactor_ray.core.files import append_json, flush_entry, open_regular, parse_json, read_foreign
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.runs.folder import CONFIG_FILE, PARTIAL_FILE, TRAJECTORIES_FILE, RunLease, lease_unfinished
@@ -47,56 +46,31 @@ class TrajectoryWriter:
         self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
         try:
             self.partial.touch(0o644)
-            self._descriptor = open_regular(self.partial, os.O_RDWR)
+            with open(open_regular(self.partial, os.O_RDWR), "rb") as file:
+                content = file.read()
         except OSError as error:
             raise InputError(f"run.dir: {self.partial} cannot be opened ({error.strerror})") from None
-        with open(self._descriptor, "rb", closefd=False) as file:
-            content = file.read()
         self.kept = content[: content.rfind(b"\n") + 1]
         """Whole lines that an interrupted run left."""
-        self._torn, self._complete = len(self.kept) < len(content), False
+        self._torn = len(self.kept) < len(content)
         self.count = self.kept.count(b"\n")
         """Number of trajectories in the file."""
 
-    def __enter__(self) -> TrajectoryWriter:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    @property
-    def where(self) -> Path:
-        """The file that holds the trajectories now."""
-        return self.path if self._complete else self.partial
-
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line. It is in the file when this returns, or not at all (a full disk raises OSError)."""
-        # A lone surrogate in a prompt has no UTF-8 form; its backslash escape is what JSON writes for it anyway.
-        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         self._drop_half_a_line()
-        begin = os.lseek(self._descriptor, 0, os.SEEK_END)
-        # One unbuffered write: a signal between two writes would leave half a line.
-        if os.write(self._descriptor, line) < len(line):
-            os.ftruncate(self._descriptor, begin)
-            raise OSError(f"{self.partial}: the disk is full; {self.count} trajectories are in it")
+        append_json(self.partial, row)
         self.count += 1
 
     def complete(self) -> None:
         """Give the file its name, since all trajectories are in it."""
         self._drop_half_a_line()
-        os.fsync(self._descriptor)
+        flush_entry(self.partial)
         os.rename(self.partial, self.path)
-        self._complete = True
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
 
     def _drop_half_a_line(self) -> None:
         if self._torn:
-            os.ftruncate(self._descriptor, len(self.kept))
+            os.truncate(self.partial, len(self.kept))
             self._torn = False
 
 

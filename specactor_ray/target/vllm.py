@@ -30,7 +30,7 @@ from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, c
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
-from specactor_ray.models.packed_linear import check_names_and_shapes
+from specactor_ray.models.packed_linear import whole_weights
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
@@ -226,9 +226,7 @@ class VllmEngine:
         return self._done
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        shapes, tied = self._expected_weights
-        shared = {name: state_dict[source] for name, source in tied.items() if source in state_dict}
-        check_names_and_shapes({**shared, **state_dict}, shapes)
+        whole_weights(state_dict, *self._expected_weights)
         if self._config.tensor_parallel == 1:
             self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +24,8 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.rewards import RewardRunner, reward_sample
-from specactor_ray.trainer.workers import Outcome
+from specactor_ray.trainer.rewards import reward_sample
+from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
 """The samples of one prompt that have a reward."""
@@ -49,9 +49,7 @@ class Experience:
     dull_groups: int = 0
     """Number of groups whose rewards are all equal."""
     rounds: int = 1
-    failures: dict[str, Counter[str]] = field(
-        default_factory=lambda: {"reward": Counter(), "rollout": Counter(), "environment": Counter()}
-    )
+    failures: dict[str, Counter[str]] = field(default_factory=lambda: {"reward": Counter(), "rollout": Counter()})
     """Part that failed → reason → number of samples."""
     scored: int = 0
     """Number of trajectories with a reward of their own."""
@@ -65,24 +63,15 @@ class Experience:
     @property
     def unscored(self) -> bool:
         """Whether there were outputs, but none of them could be scored."""
-        return self.scored == 0 and bool(self.failures["reward"] or self.failures["environment"])
+        return self.scored == 0 and bool(self.failures["reward"])
 
 
 class ExperienceMaker:
-    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `timed` is
-    the context of a phase (`rollout`, `reward`), for its time; `conversations` roll out with an environment."""
+    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `workers`
+    are `Conversations`, or do `reward_work`."""
 
-    def __init__(
-        self,
-        config: Config,
-        recipe: AlgorithmConfig,
-        stream: TaskStream,
-        rewards: RewardRunner,
-        timed: Callable,
-        conversations: Conversations | None = None,
-    ) -> None:
-        self._config, self._recipe, self._stream = config, recipe, stream
-        self._rewards, self._timed, self._conversations = rewards, timed, conversations
+    def __init__(self, config: Config, recipe: AlgorithmConfig, stream: TaskStream, workers: WorkerPool) -> None:
+        self._config, self._recipe, self._stream, self._workers = config, recipe, stream, workers
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
@@ -105,13 +94,12 @@ class ExperienceMaker:
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
         tasks = self._stream.take(count)
-        outputs = self._single_outputs if self._conversations is None else self._episodes
-        failing = "reward" if self._conversations is None else "environment"
+        outputs = self._episodes if isinstance(self._workers, Conversations) else self._single_outputs
         groups: list[Group] = [[] for _ in tasks]
         for trajectory, (reward, problem) in outputs(rollout, sampling, tasks, experience):
             experience.scored += not problem
             if problem:
-                experience.failures[failing][problem] += 1
+                experience.failures["reward"][problem] += 1
                 reward = self._config.reward.failure_value
             if not trajectory.token_ids:  # it failed before its first turn
                 continue
@@ -125,30 +113,30 @@ class ExperienceMaker:
     def _single_outputs(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
-        """Outputs and their rewards; without those of failed requests."""
-        with self._timed("rollout"):
-            trajectories = rollout.generate([task.prompt for task in tasks], sampling, self._config.data.n)
-        sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]
-        experience.failures["rollout"].update(trajectory.error for trajectory in trajectories if trajectory.error)
-        most = self._config.sampling.max_tokens
-        with self._timed("reward"):
-            rewards = self._rewards.score([reward_sample(tasks[t.prompt_index], t, t.token_ids, most) for t in sound])
-        return zip(sound, rewards, strict=True)
+        """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
+        out."""
+        most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
+        for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+            if one.error:
+                experience.failures["rollout"][one.error] += 1
+            elif one.token_ids:
+                sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
+                ended.append((one, self._workers.submit(sample)))
+        ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
+        return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
 
     def _episodes(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Conversations and their rewards; without those of failed turns."""
-        assert self._conversations is not None
-        with self._timed("rollout"):
-            episodes = self._conversations.run(rollout, tasks, sampling, self._config.data.n)
-        for episode in episodes:
+        assert isinstance(self._workers, Conversations)
+        for episode in self._workers.run(rollout, tasks, sampling, self._config.data.n):
             experience.environment_s += episode.environment_s
             if episode.error:
                 experience.failures["rollout"][episode.error] += 1
             else:
                 experience.turns += len(episode.turns)
-                yield self._conversations.trajectory(episode), (episode.reward, episode.failure)
+                yield self._workers.trajectory(episode), (episode.reward, episode.failure)
 
     def _samples(self, group: Group) -> Iterable[Sample]:
         lengths = [trajectory.num_own_tokens for trajectory, _ in group]

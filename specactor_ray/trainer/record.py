@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,11 @@ import yaml
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
+from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import drafted_by_method
+from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
-from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+PHASES = ("rollout", "update", "sync", "checkpoint")
 _LARGE_GAP = 0.05
 """Average difference of log-probabilities above which a warning is shown."""
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
@@ -74,30 +72,6 @@ class PresentWork:
         progress.update(self.done, f"{step}{self._phase}{count}")
 
 
-class MetricsFile:
-    """Appends records as whole lines of JSON. Records that cannot be written are kept and written with the next one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.pending: list[dict[str, Any]] = []
-        """Records that are not in the file yet, oldest first."""
-
-    def append(self, *records: dict[str, Any]) -> None:
-        """Write the pending records and these."""
-        self.pending += records
-        data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
-        try:
-            with open(self.path, "ab", buffering=0) as file:
-                begin = file.tell()
-                if (written := file.write(data)) < len(data):
-                    file.truncate(begin)
-                    raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
-        except OSError as error:
-            logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
-        else:
-            self.pending.clear()
-
-
 class StepRecorder:
     """Records one step after the other.
 
@@ -109,7 +83,8 @@ class StepRecorder:
         self, config: Config, run: TrainingRun, rollout: Rollout, work: PresentWork, show: Callable[[str], None]
     ) -> None:
         self._config, self._run, self._rollout = config, run, rollout
-        self._metrics = MetricsFile(run.metrics_file)
+        self._pending: list[dict[str, Any]] = []
+        """Records that are not in the file yet, oldest first."""
         self._work, self._show = work, show
         work.rollout_progress = lambda: rollout.progress
         self._parts = contextlib.ExitStack()
@@ -155,7 +130,7 @@ class StepRecorder:
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
-        self._metrics.append(record)
+        self._write(record)
         self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
         self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
         self._warn(record)
@@ -165,16 +140,15 @@ class StepRecorder:
             except OSError as error:
                 logger.error("step %d was not tracked: %s", step, error)
 
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
-        if self._metrics.pending:
-            self._metrics.append()
+        self._write()
         records: list[dict[str, Any]] = []
         try:
             records += read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
         except InputError as problem:  # the summary is written nevertheless
             logger.error("%s", problem)
-        records += self._metrics.pending
+        records += self._pending
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -182,7 +156,7 @@ class StepRecorder:
             "steps": records[-1]["step"] if records else 0,
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
-            "metrics_pending": len(self._metrics.pending),
+            "metrics_pending": len(self._pending),
             "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),
             "drafters": self._rollout.drafters(),
@@ -194,7 +168,17 @@ class StepRecorder:
             write_json(self._run.summary_file, summary)
         except OSError as problem:
             logger.error("the summary could not be written: %s", problem)
-        return TrainOutcome(status, self._run.folder, summary)
+        return RunOutcome(self._run.folder, summary)
+
+    def _write(self, *records: dict[str, Any]) -> None:
+        """Append these records and the pending ones to the file."""
+        self._pending += records
+        try:
+            if self._pending:
+                append_json(self._run.metrics_file, *self._pending)
+            self._pending.clear()
+        except OSError as error:
+            logger.error("%d records wait for room in %s: %s", len(self._pending), self._run.metrics_file, error)
 
     def _tensorboard(self) -> Callable[[Mapping[str, Any]], None] | None:
         if not self._config.tracking.tensorboard:
@@ -273,9 +257,8 @@ class StepRecorder:
                 record["step"],
                 gap,
             )
-        for what in ("reward", "environment"):
-            for reason, count in record["failures"][what].items():
-                logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+        for reason, count in record["failures"]["reward"].items():
+            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:

@@ -12,11 +12,10 @@ from typing import Any
 
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import RewardConfig
-from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.workers import Outcome, Work, WorkerPool
+from specactor_ray.trainer.workers import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +141,3 @@ class Scorer:
 def reward_work(config: RewardConfig) -> Work:
     """Work of reward processes: `RewardSample` → reward."""
     return Work("reward", config.timeout_s, partial(Scorer, config))
-
-
-class RewardRunner(WorkerPool):
-    """Scores samples in `reward.workers` processes at once. Raises ConfigError if a function is not available."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        super().__init__(reward_work(config), config.workers)
-
-    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """Reward of every sample, or None and the reason; errors of functions and the end of processes are reasons."""
-        futures = [self.submit(sample) for sample in samples]
-        try:
-            return [SYSTEM.result(future, math.inf) for future in futures]
-        except BaseException:  # an interruption does not wait for functions
-            self.close()
-            raise

@@ -26,13 +26,14 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
-from specactor_ray.runs.folder import discard_run_folder
+from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import PresentWork, StepRecorder
-from specactor_ray.trainer.rewards import NEED_ANSWERS, RewardRunner, Scorer
-from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.rewards import NEED_ANSWERS, Scorer, reward_work
+from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
+from specactor_ray.trainer.workers import WorkerPool
 
 _FLOAT32 = 4
 FIXES = (
@@ -41,7 +42,7 @@ FIXES = (
 )
 
 
-def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> TrainOutcome:
+def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> RunOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `enough`, called after
     every step, returns whether to end before.
 
@@ -79,7 +80,7 @@ def train(config: Config, console: Console, enough: Callable[[], bool] = lambda:
 
 def _train(
     config: Config, run: TrainingRun, stream: TaskStream, console: Console, enough: Callable[[], bool]
-) -> TrainOutcome:
+) -> RunOutcome:
     """Start all parts and run the steps."""
     with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.learner.algorithms import make_recipe
@@ -95,12 +96,13 @@ def _train(
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
         record = parts.enter_context(StepRecorder(config, run, rollout, work, show))
-        rewards = parts.enter_context(RewardRunner(config.reward))
-        conversations = None
-        if config.environment.name is not None:
+        if config.environment.name is None:
+            workers = WorkerPool(reward_work(config.reward), config.reward.workers)
+        else:
             context = max_prompt_tokens(config) + config.sampling.max_tokens
-            conversations = parts.enter_context(Conversations(config, _tokenizer(config), context))
-        maker = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
+            workers = Conversations(config, _tokenizer(config), context)
+        parts.enter_context(workers)
+        maker = ExperienceMaker(config, make_recipe(config), stream, workers)
         ahead = None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)

@@ -10,12 +10,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, SpecActorError
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, mean_reward
+from specactor_ray.runs.folder import RunOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -27,21 +28,6 @@ logger = logging.getLogger(__name__)
 
 KEEP = "keep"
 """Policy of `Rollout.update_weights`: requests of later steps continue with the new weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOutcome:
-    """Result of a training run."""
-
-    status: str
-    """`complete`: all steps are done and their weights are saved. `interrupted`: with a checkpoint, by Ctrl-C or
-    SIGTERM. `failed`: by an error, or without the last checkpoint."""
-    folder: Path
-    summary: dict[str, Any]
-
-    @property
-    def exit_code(self) -> int:
-        return {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}[self.status]
 
 
 class Saver:
@@ -103,7 +89,7 @@ class TrainingParts:
     """Called after every step; returns whether to end before `trainer.steps`."""
 
 
-def run_steps(parts: TrainingParts) -> TrainOutcome:
+def run_steps(parts: TrainingParts) -> RunOutcome:
     """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written. Raises
     SpecActorError if a part was lost or the loss stayed non-finite; the summary has status `failed` then."""
     saver = parts.saver
@@ -131,7 +117,8 @@ def _step(parts: TrainingParts) -> None:
     state, record, saver = parts.saver.state, parts.record, parts.saver
     record.begin(state.step)
     sampling = parts.config.sampling
-    experience = parts.maker.collect(parts.rollout, sampling, state.step)
+    with record.timed("rollout"):
+        experience = parts.maker.collect(parts.rollout, sampling, state.step)
     with signals_deferred():
         if parts.config.trainer.offload:
             parts.rollout.sleep()
@@ -168,7 +155,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
     return weights.num_bytes
 
 
-def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
+def _end(parts: TrainingParts, status: str, reason: str = "") -> RunOutcome:
     """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
     saver = parts.saver
     with signals_deferred():

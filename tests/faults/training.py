@@ -21,9 +21,10 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.engine import SavedPart, WorkCounter
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
+from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
-from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from specactor_ray.transport.messages import WeightSet
 from tests.number_text import stopped_output
@@ -103,8 +104,8 @@ class _Record:
     def end(self, step: int, experience: Any, update: Mapping[str, float], sync_bytes: int) -> None:
         self.steps[step] = update["weights"]
 
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        return TrainOutcome(status, Path(), {"error": error})
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
+        return RunOutcome(Path(), {"status": status, "error": error})
 
 
 class _Rollout:

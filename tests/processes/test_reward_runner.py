@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
+from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
-from specactor_ray.trainer.rewards import RewardRunner, RewardSample
-from specactor_ray.trainer.workers import Outcome
+from specactor_ray.trainer.rewards import RewardSample, reward_work
+from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 PATIENCE_S = 60.0
 
@@ -32,8 +34,9 @@ def config(name: str, **values: float | None) -> RewardConfig:
 
 
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
-    with RewardRunner(config(name, **values)) as runner:
-        return runner.score(what)
+    section = config(name, **values)
+    with WorkerPool(reward_work(section), section.workers) as pool:
+        return [SYSTEM.result(future, math.inf) for future in [pool.submit(one) for one in what]]
 
 
 def await_that(holds: Callable[[], bool]) -> None:
@@ -48,11 +51,8 @@ def are_gone(marks: Path) -> bool:
     return all(start_ticks(int(mark.name)) is None for mark in marks.iterdir())
 
 
-def test_rewards_come_in_the_order_of_the_samples() -> None:
-    with RewardRunner(config("length", workers=3)) as runner:
-        for _ in range(2):
-            assert runner.score(samples(20)) == [((i + 1) / 20, "") for i in range(20)]
-        assert runner.score([]) == []
+def test_several_processes_score_at_once() -> None:
+    assert score("length", samples(20), workers=3) == [((i + 1) / 20, "") for i in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_process_that_holds_more_memory_than_is_left_is_killed(monkeypatch: py
 
 DRIVER = """
 import sys
-from tests.processes.test_reward_runner import RewardRunner, RewardSample, config
-RewardRunner(config("hangs_in_native_code")).score([RewardSample("p", "x", "sleeps", metadata={"marks": sys.argv[1]})])
+from tests.processes.test_reward_runner import RewardSample, score
+score("hangs_in_native_code", [RewardSample("p", "x", "sleeps", metadata={"marks": sys.argv[1]})])
 """
 
 

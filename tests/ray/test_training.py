@@ -19,11 +19,12 @@ from specactor_ray import Rollout
 from specactor_ray.config import load_config
 from specactor_ray.core.console import make_console
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import read_metrics
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
 from specactor_ray.trainer.record import numbers
-from specactor_ray.trainer.run import TrainOutcome, train
+from specactor_ray.trainer.run import train
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
 
@@ -68,7 +69,7 @@ def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     ]
 
 
-def run(overrides: Sequence[str]) -> TrainOutcome:
+def run(overrides: Sequence[str]) -> RunOutcome:
     return train(load_config(None, overrides), make_console(sys.stderr))
 
 

@@ -18,9 +18,8 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
-from specactor_ray.models.checkpoint_files import require_head
+from specactor_ray.models.checkpoint_files import read_config, require_head
 from specactor_ray.models.loading import load_model, load_model_config, locate_model, parse_dtype, wrong_value_errors
 
 _OWN_KEY = "specactor_ray"
@@ -52,7 +51,7 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
     """Read the shape of the head in directory `name`. ModelLoadError: there is no head, it has another type, or it was
     made for another target; both are named."""
     model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
-    config = _parse(require_head(Path(name).expanduser()) / "config.json", model)
+    config = _parse(require_head(Path(name).expanduser()), model)
     _reject_other_target(config, name, target, model)
     return config
 
@@ -150,23 +149,19 @@ def _value(path: Path, facts: Mapping[str, Any], key: str, kind: _Kind, default:
     return default if value is None else value
 
 
-def _parse(path: Path, target: Any) -> EagleHeadConfig:
+def _parse(folder: Path, target: Any) -> EagleHeadConfig:
     """Read `config.json` of a head for a target with this configuration."""
-    try:
-        facts = parse_json(read_foreign(path))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
+    facts, path = read_config(folder), folder / "config.json"
     read = functools.partial(_value, path)
-    facts = facts if isinstance(facts, dict) else {}
     kind, layer = facts.get("speculators_model_type"), read(facts, "transformer_layer_config", _SECTION) or facts
     if kind not in (None, "eagle3"):
-        raise ModelLoadError(f"{path.parent} holds a {kind!r} head. Fix: use one of the kind eagle3.")
+        raise ModelLoadError(f"{folder} holds a {kind!r} head. Fix: use one of the kind eagle3.")
     sizes = {key: read(layer, key, _SIZE) for key in _SIZES}
     draft_vocab_size = read(facts, "draft_vocab_size", _SIZE)
     if None in (draft_vocab_size, sizes["hidden_size"], sizes["vocab_size"]):
         raise ModelLoadError(f"{path} does not describe an EAGLE-3 head (no draft_vocab_size).")
     if read(layer, "num_hidden_layers", _SIZE, 1) != 1:
-        raise ModelLoadError(f"{path.parent} has {layer['num_hidden_layers']} layers; heads of one are supported.")
+        raise ModelLoadError(f"{folder} has {layer['num_hidden_layers']} layers; heads of one are supported.")
     own, about, eagle = (read(facts, key, _SECTION, {}) for key in (_OWN_KEY, "speculators_config", "eagle_config"))
     hidden = read(layer, "target_hidden_size", _SIZE, int(target.hidden_size))
     aux = read(facts, _AUX, _LAYERS) or read(eagle, _AUX, _LAYERS) or default_aux_layers(int(target.num_hidden_layers))

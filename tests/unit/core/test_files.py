@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from specactor_ray.core.files import replacing, write_json, write_text
+from specactor_ray.core.files import append_json, replacing, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -46,3 +49,29 @@ def test_a_file_is_for_its_owner_unless_it_is_shared(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("own", "shared")] == [0o600, 0o644]
+
+
+SCRIPT = """
+import resource, signal, sys
+from pathlib import Path
+from specactor_ray.core.files import append_json
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+append_json(path, {"step": 1, "text": "x" * 60})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+before = path.read_bytes()
+try:
+    append_json(path, {"step": 2}, {"step": 3, "text": "y" * 60})  # the first one would have room
+except OSError as error:
+    assert "the disk is full" in str(error) and path.read_bytes() == before
+    sys.exit(3)
+"""
+
+
+def test_lines_are_appended_all_or_none(tmp_path: Path) -> None:
+    """A real limit on the size of files, in a separate process."""
+    path = tmp_path / "lines.jsonl"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    append_json(path, {"step": 2, "text": "é\ud800"}, {"step": 3})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]

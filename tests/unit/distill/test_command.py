@@ -28,6 +28,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.runs.folder import RunInUseError
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
 RECIPE = DrafterRecipe(
@@ -55,13 +56,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("drafter") / "out"
-    outcome = train(data, output)
-    assert outcome.status == "finished"
+    train(data, output)
     return output
 
 
-def train(data: Path, output: Path) -> Any:
-    return train_drafter(RECIPE, data, output, Console(file=io.StringIO()))
+def train(data: Path, output: Path, shown: io.StringIO | None = None) -> list[dict[str, Any]]:
+    return train_drafter(RECIPE, data, output, Console(file=shown or io.StringIO(), width=400))
 
 
 def specactor(*arguments: str | Path, code: int = 2) -> None:
@@ -91,8 +91,8 @@ def test_a_drafter_that_a_configuration_takes_as_it_is(drafter: Path, data: Path
     assert [row["temperature"] for row in rows] == [1.0, 0.0]
     assert all(row["acceptance_length"] > 1.05 and len(row["by_position"]) == 4 for row in rows), rows
     weights = (drafter / "model.safetensors").stat().st_mtime_ns
-    again = train(data, drafter)
-    assert again.status == "finished" and "finished before" in again.note and again.acceptance == rows
+    shown = io.StringIO()
+    assert train(data, drafter, shown) == rows and "finished before" in shown.getvalue()
     assert (drafter / "model.safetensors").stat().st_mtime_ns == weights
 
 
@@ -120,20 +120,23 @@ def test_eval_of_a_folder_and_of_a_method(
 def test_a_killed_training_goes_on_to_the_same_drafter(
     point: str, drafter: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at the fourth recorded rollout, or at the fourth step."""
-    output, calls = tmp_path / "out", itertools.count(1)
+    """Killed at the fourth recorded rollout, or at the fourth step; until then no other process trains there."""
+    output, calls, shown = tmp_path / "out", itertools.count(1), io.StringIO()
     owner, name = {"corpus": (RecordStore, "add"), "training": (HeadTrainer, "step")}[point]
     method = getattr(owner, name)
 
     def killed(*arguments: Any) -> Any:
         if next(calls) == 4:
+            with pytest.raises(RunInUseError, match=r"--output: process .* uses .*training now"):
+                train(data, output)
             os.kill(os.getpid(), signal.SIGTERM)
         return method(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, killed)
-        outcome = train(data, output)
-    assert outcome.status == "interrupted" and "same command" in outcome.note
+        with pytest.raises(KeyboardInterrupt):
+            train(data, output, shown)
+    assert "same command" in shown.getvalue()
     assert not (output / "drafter.json").exists()
     checkpoint = output / "training" / CHECKPOINT_FILE
     if checkpoint.exists():
@@ -143,7 +146,7 @@ def test_a_killed_training_goes_on_to_the_same_drafter(
             train(data, output)
         checkpoint.write_bytes(good)
     assert checkpoint.exists() == (point == "training")
-    assert train(data, output).status == "finished"
+    train(data, output)
     card, whole = (json.loads((folder / "drafter.json").read_text()) for folder in (output, drafter))
     assert card["acceptance"] == whole["acceptance"] and card["training"]["steps"] == whole["training"]["steps"]
     ours, expected = (load_file(folder / "model.safetensors") for folder in (output, drafter))

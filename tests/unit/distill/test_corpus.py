@@ -70,6 +70,9 @@ def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
         claim("c", temperature=1.0, target="abc")
     with pytest.raises(InputError, match=r"target 'abc' there, 'xyz' wanted; temperature 1.0 there, 0.5 wanted"):
         claim("c", temperature=0.5, target="xyz")
+    (tmp_path / "c" / "corpus.json").write_text("{")
+    with pytest.raises(InputError, match=r"corpus\.json cannot be read"):
+        claim("c")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "precious").write_text("")
     with pytest.raises(InputError, match="holds no corpus"):

@@ -20,7 +20,8 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
-from specactor_ray.runs.rollout import RunOutcome, run_rollout
+from specactor_ray.runs.folder import RunOutcome
+from specactor_ray.runs.rollout import run_rollout
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.transport.messages import RequestStats
@@ -30,22 +31,22 @@ from tests.tiny import tiny_draft, tiny_target
 class TestWriter:
     def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
         path = tmp_path / "trajectories.jsonl"
-        with TrajectoryWriter(tmp_path) as writer:
-            for number in range(3):
-                writer.write({"n": number, "text": "é\ud800"})
-                assert not path.exists()
-                lines = writer.partial.read_bytes().splitlines()
-                assert [json.loads(line)["n"] for line in lines] == list(range(number + 1))
-            writer.complete()
+        writer = TrajectoryWriter(tmp_path)
+        for number in range(3):
+            writer.write({"n": number, "text": "é\ud800"})
+            assert not path.exists()
+            lines = writer.partial.read_bytes().splitlines()
+            assert [json.loads(line)["n"] for line in lines] == list(range(number + 1))
+        writer.complete()
         assert len(path.read_text().splitlines()) == 3 and not writer.partial.exists()
         assert json.loads(path.read_text().splitlines()[0])["text"] == "é\ud800"
 
     def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
         partial = tmp_path / "trajectories.jsonl.partial"
         partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
-        with TrajectoryWriter(tmp_path) as writer:
-            assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
-            writer.write({"n": 2})
+        writer = TrajectoryWriter(tmp_path)
+        assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
+        writer.write({"n": 2})
         assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
 
@@ -175,8 +176,8 @@ class TestRun:
         outcome = self.run(trajectory(0), trajectory(1), lambda: os.kill(os.getpid(), number), trajectory(2))
         assert outcome.exit_code == 130 and outcome.summary["status"] == "interrupted"
         assert signal.getsignal(number) is before
-        assert outcome.trajectories == Path("runs/r/trajectories.jsonl.partial")
-        assert len(outcome.trajectories.read_text().splitlines()) == 2
+        partial = Path("runs/r/trajectories.jsonl.partial").resolve()
+        assert outcome.summary["output"] == str(partial) and len(partial.read_text().splitlines()) == 2
         assert not Path("runs/r/trajectories.jsonl").exists()
         assert json.loads(Path("runs/r/summary.json").read_text())["status"] == "interrupted"
 
@@ -203,11 +204,12 @@ class TestRun:
                 self.run(trajectory(0), trajectory(1), trajectory(2))
         outcome = self.run(resume="auto")
         assert outcome.summary["status"] == "complete" and outcome.summary["resumed"] == 3
-        assert len(outcome.trajectories.read_text().splitlines()) == 3
+        assert len(Path(outcome.summary["output"]).read_text().splitlines()) == 3
 
     def test_a_run_whose_prompts_all_fail_has_exit_code_1(self) -> None:
         outcome = self.run(*(trajectory(index, error="no") for index in range(3)))
-        assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
+        assert outcome.exit_code == 1 and outcome.summary["error"] == "every trajectory failed"
+        assert Path(outcome.summary["output"]).name == "trajectories.jsonl"
 
     def test_a_crash_is_written_down_and_raised_and_a_start_that_fails_leaves_nothing(self) -> None:
         with pytest.raises(ClusterError):
@@ -282,6 +284,7 @@ class TestRun:
             self.run(ClusterError("no Ray cluster answers"), resume="auto")
         assert partial.read_text() == "half a line"
         outcome = self.run(*map(trajectory, range(3)), resume="auto")
-        assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
+        assert outcome.summary["resumed"] == 0
+        assert len(Path("runs/r/trajectories.jsonl").read_text().splitlines()) == 3
         with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
+EVENTS: list[str] = []
+"""Outputs that ended, and scores that were requested, in their order."""
 
 
 class Scripted:
@@ -31,13 +33,15 @@ class Scripted:
     def __init__(self, *outputs: str) -> None:
         self._outputs = iter(outputs)
 
-    def generate(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> list[Trajectory]:
+    def stream(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> Iterator[Trajectory]:
         found = []
         for index in range(len(prompts)):
             for number, text in enumerate(next(self._outputs).split()):
                 error = "lost" if text == "!" else ""
                 found.append(trajectory(range(number + 1), (index, number), text=text, error=error))
-        return found
+        for one in found[::-1]:  # in the order in which they ended
+            EVENTS.append("ended")
+            yield one
 
 
 class InProcess:
@@ -46,13 +50,16 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         self._config = config.reward
 
-    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        work = reward_work(self._config)
-        return [answer(work.open(), sample, work) for sample in samples]
+    def submit(self, sample: RewardSample) -> Future[Outcome]:
+        EVENTS.append("scored")
+        work, future = reward_work(self._config), Future[Outcome]()
+        future.set_result(answer(work.open(), sample, work))
+        return future
 
 
 def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     """One step of as many prompts as there are outputs, or `prompts`."""
+    EVENTS.clear()
     prompts = {"prompts_per_step": settings.pop("prompts", len(outputs))}
     reward = {"functions": [{"name": RAISES}], **settings.pop("reward", {})}
     algorithm = {"name": "grpo", **settings}
@@ -60,8 +67,7 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     config = from_mapping({"mode": "plain", **sections})
     tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
-    timed = lambda phase: contextlib.nullcontext()  # noqa: E731
-    maker = ExperienceMaker(config, make_recipe(config), stream, scorer, timed)  # type: ignore[arg-type]
+    maker = ExperienceMaker(config, make_recipe(config), stream, scorer)  # type: ignore[arg-type]
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
@@ -74,6 +80,7 @@ def test_every_output_of_a_group_is_compared_with_the_others() -> None:
     assert advantages(experience) == [0.866, -0.866, -0.866, 0.866]
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.unscored
+    assert EVENTS == ["ended", "scored"] * 4, "an output is scored while others are rolled out"
     reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
     assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,33 +68,6 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
-
-
-SCRIPT = """
-import resource, signal, sys
-from pathlib import Path
-from specactor_ray.trainer.record import MetricsFile
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-file = MetricsFile(Path(sys.argv[1]))
-file.append({"step": 1, "text": "x" * 60})
-assert not file.pending
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-before = file.path.read_bytes()
-for step in (2, 3):
-    file.append({"step": step, "text": "y" * 60})  # its first 20 bytes would have room
-    assert file.path.read_bytes() == before
-assert [record["step"] for record in file.pending] == [2, 3]
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-file.append({"step": 4})
-"""
-
-
-def test_records_wait_for_room_and_no_half_line_is_left(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own."""
-    path = tmp_path / "metrics.jsonl"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_staleness_is_counted_in_own_tokens() -> None:

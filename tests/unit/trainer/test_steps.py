@@ -20,7 +20,8 @@ from specactor_ray.core.errors import ActorLostError, SpecActorError
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
+from specactor_ray.runs.folder import RunOutcome
+from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
 from specactor_ray.transport.messages import WeightSet
 
 
@@ -90,11 +91,11 @@ class World:
         self.happens("end")
         self.recorded.append(step)
 
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         self.finished.append((status, checkpoint_failures, error))
-        return TrainOutcome(status, Path(), {})
+        return RunOutcome(Path(), {"status": status})
 
-    def run(self) -> TrainOutcome:
+    def run(self) -> RunOutcome:
         saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         world: Any = self
         return run_steps(
