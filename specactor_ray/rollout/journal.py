@@ -7,7 +7,6 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +40,6 @@ class JournalEntry:
     """Name of the request for its caller. Default: `request_id`."""
     place: tuple[int, int] = (0, 0)
     """Index of the prompt, and number of the sample."""
-    prefix: int = 0
-    """Number of output tokens given with the request; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0
     """Version of the policy's weights for the next tokens."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -55,12 +52,12 @@ class JournalEntry:
     """Number of verifiers that failed before they had confirmed the request."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
-    """Committed tokens, including the prefix, as `RECORD`s. An array that grows by an eighth when it is full. For the
-    dispatch thread until the request has ended."""
+    """Committed tokens as `RECORD`s; an array that grows by an eighth when it is full. For the dispatch thread until
+    the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
-    """float32 margins, one per token after the prefix; None if they are not recorded."""
+    """float32 margins, one per token; None if they are not recorded."""
     top_bytes: bytearray | None = field(default=None, repr=False)
-    """`RECORD`s of the `sampling.logprobs` most probable tokens of each position after the prefix."""
+    """`RECORD`s of the `sampling.logprobs` most probable tokens of each position."""
     stops: StopFinder | None = field(default=None, repr=False)
     """Finds the stop texts in the output; None if there are none."""
     stop: Stop | None = None
@@ -68,12 +65,12 @@ class JournalEntry:
 
     @property
     def num_tokens(self) -> int:
-        """Number of committed output tokens, including the prefix."""
+        """Number of committed output tokens."""
         return len(self.records) // RECORD.itemsize
 
     @property
     def token_ids(self) -> list[int]:
-        """Output tokens, including the prefix; a copy, like `logprobs` and `margins`."""
+        """Output tokens; a copy, like `logprobs` and `margins`."""
         ids: list[int] = np.frombuffer(self.records, RECORD)["token"].tolist()
         return ids
 
@@ -88,19 +85,15 @@ class JournalEntry:
         found: list[tuple[Any, ...]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
         if self.top_bytes is None:
             return found
-        return [(*pair, top) for pair, top in zip(found, self.tops(position - self.prefix), strict=True)]
+        return [(*pair, top) for pair, top in zip(found, self.tops(position), strict=True)]
 
     def tops(self, begin: int = 0) -> list[tuple[tuple[int, float], ...]]:
-        """Most probable tokens with their log-probabilities, per position, from number `begin` after the prefix on."""
+        """Most probable tokens with their log-probabilities, per position, from number `begin` on."""
         if self.top_bytes is None:
             return []
         width = self.sampling.logprobs
         flat = np.frombuffer(self.top_bytes, RECORD, offset=begin * width * RECORD.itemsize).tolist()
         return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
-
-    def set_prefix(self, token_ids: Sequence[int]) -> None:
-        """Set the output tokens that the request begins with."""
-        self.records, self.prefix = bytearray(_packed(token_ids, 0.0)), len(token_ids)
 
     def cut_at_stop(self, stops: StopFinder, begin: int) -> bool:
         """End the output at the first token from number `begin` on that completes a stop text. Returns whether there is
@@ -111,14 +104,14 @@ class JournalEntry:
         end = self.stop.num_tokens
         del self.records[end * RECORD.itemsize :]
         if self.margin_bytes is not None:
-            del self.margin_bytes[4 * (end - self.prefix) :]
+            del self.margin_bytes[4 * end :]
         if self.top_bytes is not None:
-            del self.top_bytes[(end - self.prefix) * self.sampling.logprobs * RECORD.itemsize :]
+            del self.top_bytes[end * self.sampling.logprobs * RECORD.itemsize :]
         return True
 
     def raise_version(self, version: int) -> None:
         """Set the version of the weights for all further tokens."""
-        if version != self.weight_version and self.num_tokens > self.prefix:
+        if version != self.weight_version and self.records:
             self.versions.append((self.weight_version, self.num_tokens))
         self.weight_version = version
 
@@ -221,10 +214,10 @@ class Journal:
         if self._stopping:
             for (request_id, attempt), start in zip(message.requests, starts, strict=True):
                 if self.is_current(request_id, attempt):
-                    self.look_for_stop(entries[request_id], start)
+                    self._look_for_stop(entries[request_id], start)
         return gapped
 
-    def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
+    def _look_for_stop(self, entry: JournalEntry, begin: int) -> None:
         """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
         if entry.stops is None or begin >= entry.num_tokens:
             return

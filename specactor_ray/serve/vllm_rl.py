@@ -160,7 +160,7 @@ async def resume(service: Serving) -> dict[str, str]:
 @router.get("/health_generate")
 async def liveness(service: Serving) -> dict[str, str]:
     """The engine generates (prime-rl, SGLang)."""
-    await service.control.require_live()
+    await service.require_live()
     return {"status": "ok"}
 
 

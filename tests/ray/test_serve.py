@@ -24,7 +24,7 @@ import schemathesis
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.serve import control
+from specactor_ray.serve import service
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 from tests.tiny import tiny_prompts, tiny_target
@@ -192,8 +192,8 @@ def test_the_requests_of_a_client_that_leaves_end(rollout: Rollout, server: Serv
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait_until(lambda: len(server.service.running()) == 4, "four requests")
-    wait_until(lambda: not server.service.running() and not rollout.engine.is_busy, "their end")
+        wait_until(lambda: len(rollout.engine.running()) == 4, "four requests")
+    wait_until(lambda: not rollout.engine.running(), "their end")
     HTTP.post(f"{server.url}/resume").raise_for_status()
 
 
@@ -230,7 +230,7 @@ class TestLoad:
 @pytest.mark.filterwarnings("ignore")
 def test_no_request_of_the_schema_is_a_defect(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies that fit the OpenAPI schema, and some that do not."""
-    monkeypatch.setattr(control, "_LIVE_S", 200.0)
+    monkeypatch.setattr(service, "_LIVE_S", 200.0)
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     statuses = Counter[int]()
     for operation in (one.ok() for one in schema.get_all_operations()):
