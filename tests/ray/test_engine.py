@@ -202,7 +202,9 @@ def test_an_actor_pauses_and_sleeps(actor: Any, truth: list[Trajectory]) -> None
     assert not ray.wait([waiting], timeout=0.2)[0]
     ray.get(actor.resume.remote(), timeout=60.0)
     assert same(ray.get(waiting, timeout=60.0), truth[0])
+    outputs = [actor.generate.remote(prompt, own(0)) for _ in range(12)]  # more than a verifier takes
     ray.get(actor.sleep.remote(), timeout=60.0)
+    assert all(same(output, truth[0]) for output in ray.get(outputs, timeout=60.0))
     assert same(ray.get(actor.generate.remote(prompt, own(0)), timeout=60.0), truth[0])  # wakes
     with pytest.raises(InputError, match="policy is 'soon'; it must be wait, keep, abort"):
         ray.get(actor.pause.remote("soon"))
