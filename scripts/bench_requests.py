@@ -65,7 +65,7 @@ def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Poin
         await asyncio.gather(*(some() for _ in range(_CONNECTIONS)))
 
     async def read(sampling: SamplingParams) -> None:
-        async for _ in engine.stream(PROMPT, sampling):
+        async for _ in engine.submit(PROMPT, sampling).batches():
             pass
 
     begin = time.thread_time()

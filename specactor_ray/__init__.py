@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specactor_ray.core.types import SamplingParams
-    from specactor_ray.rollout.engine import Engine
+    from specactor_ray.rollout.actor import RolloutActor
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.rollout.trajectory import Trajectory
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Rollout", "SamplingParams", "Trajectory", "__version__"]
+__all__ = ["Rollout", "RolloutActor", "SamplingParams", "Trajectory", "__version__"]
 
 
 _PLACES = {
-    "Engine": "specactor_ray.rollout.engine",
     "Rollout": "specactor_ray.rollout.rollout",
+    "RolloutActor": "specactor_ray.rollout.actor",
     "SamplingParams": "specactor_ray.transport.messages",
     "Trajectory": "specactor_ray.rollout.trajectory",
 }

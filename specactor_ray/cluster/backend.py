@@ -8,7 +8,6 @@ process that is stopped (SIGSTOP): the process of every removed actor is watched
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 from collections import Counter
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 _FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
 _KILL_GRACE_S, _KILL_TIMEOUT_S = 1.0, 10.0
 """Seconds from `ray.kill` to SIGKILL, in which a process may end by itself, and to the end of the watch."""
-_MOST_CALLS = 1000
-"""Most calls that an asynchronous actor serves at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +190,7 @@ def make_actor(
 def start_here(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
     """Make a named actor of a run, on this node and with this process's lifetime. Returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    is_async = any(inspect.iscoroutinefunction(method) for method in vars(cls).values())
-    options: dict[str, Any] = {"max_concurrency": _MOST_CALLS} if is_async else {}
-    return make_actor(cls, actor_name(run, actor_id), here, *arguments, num_cpus=0, **options)
+    return make_actor(cls, actor_name(run, actor_id), here, *arguments, num_cpus=0)
 
 
 def on_node(node_id: str) -> dict[str, Any]:

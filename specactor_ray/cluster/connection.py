@@ -194,23 +194,20 @@ def list_runs() -> list[str]:
     return sorted(run for run, actor_id in found if actor_id == CONTROLLER)
 
 
-def find_actor(run: str, actor_id: str = CONTROLLER) -> Any:
-    """Handle of the controller of `run`, or of another actor of it; a ClusterError lists the runs if there is none."""
+def find_controller(run: str) -> Any:
+    """Handle of the controller of `run`; a ClusterError lists the runs if there is none."""
     with contextlib.suppress(ValueError):
-        return ray.get_actor(actor_name(run, actor_id), namespace=NAMESPACE)
-    alive = list_runs()
-    if run in alive:
-        raise ClusterError(f"run {run!r} has no {actor_id} for other processes: Rollout.listen starts it.")
-    known = f"alive here: {', '.join(alive)}" if alive else "no run is alive on this cluster"
+        return ray.get_actor(actor_name(run, CONTROLLER), namespace=NAMESPACE)
+    known = f"alive here: {', '.join(alive)}" if (alive := list_runs()) else "no run is alive on this cluster"
     raise ClusterError(f"there is no run {run!r}; {known}.")
 
 
-def join_run(run: str | None, address: str, actor_id: str = CONTROLLER) -> tuple[Connection, str, Any]:
+def join_run(run: str | None, address: str) -> tuple[Connection, str, Any]:
     """Join the cluster of a run (None: the only one) at an address, or where `auto` finds it on this machine. Returns
-    the connection, the name of the run, and the handle of one of its actors.
+    the connection, the name of the run, and the handle of its controller.
 
     Raises:
-        ClusterError: There is no cluster, no such run or no such actor.
+        ClusterError: There is no cluster, or no such run.
         InputError: No run is named, and there is none or more than one.
     """
     connection = connect(ClusterConfig(address=_address_of_run(run) if address == "auto" else address))
@@ -220,7 +217,7 @@ def join_run(run: str | None, address: str, actor_id: str = CONTROLLER) -> tuple
             raise InputError("no run is named, and no run is going on in this cluster")
         if len(runs) > 1:
             raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
-        return connection, runs[0], find_actor(runs[0], actor_id)
+        return connection, runs[0], find_controller(runs[0])
     except BaseException:
         connection.close()
         raise

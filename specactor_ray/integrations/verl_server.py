@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.control import Control
+from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
@@ -166,19 +166,13 @@ class VerlServer:
     def __init__(self, rollout: Any, model_path: str, trust_remote_code: bool, replica_rank: int, sleeps: bool) -> None:
         self._settings, self._model = rollout, (model_path, trust_remote_code)
         self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
-        self._running: dict[Handle, str] = {}
-        """Requests that have not ended → verl's names."""
-        self._open = asyncio.Event()
-        """Set while requests may begin."""
-        self._open.set()
         self._rejects = False
-        """Requests that may not begin are refused."""
-        self._steps: dict[int, int] = {}
-        """Version of the weights → step of the trainer."""
+        """Requests are refused during a pause."""
 
     async def start(self) -> str:
         """Start the rollout; returns the name of its run."""
         self._rollout = await asyncio.to_thread(self._start)
+        self._control = Control(self._rollout)
         self._rollout.engine.max_waiting = _ANY_NUMBER  # verl limits its requests
         self._rollout.engine.tokenizer = None  # it exchanges token ids
         return self._rollout.run_name
@@ -199,23 +193,16 @@ class VerlServer:
         for name, value in others.items():
             if value is not None and value not in ([], {}, ()):
                 raise InputError(f"verl: {name} is not available with rollout.name={NAME}; rollouts are of text only")
-        while not self._open.is_set():
-            if self._rejects:
-                step = self._steps.get(self._rollout.weight_version)
-                return _token_output([], None, "aborted", {"global_steps": step})
-            await self._open.wait()
+        if self._rejects and self._control.is_paused:
+            step = self._control.labels.get(self._rollout.weight_version)
+            return _token_output([], None, "aborted", {"global_steps": step})
+        await self._control.ready()
         prompt = [int(token) for token in prompt_ids]
         own_seed = sampling_params.get("seed") is None
         seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
         length = self._rollout.config.target.max_model_len or 0
         sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
-        handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
-        self._running[handle] = request_id
-        try:
-            output = await handle
-        finally:
-            del self._running[handle]
-            self._rollout.engine.drop(handle)  # if this was cancelled
+        output = await self._rollout.engine.generate(prompt, sampling, request_id=request_id, priority=int(priority))
         if output.error:
             raise InputError(f"verl: request {request_id} cannot run: {output.error}")
         if output.finish_reason == "abort" and own_seed:
@@ -228,34 +215,30 @@ class VerlServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
-        self._open.clear()
         self._rejects = reject_request
-        running = dict(self._running)
-        self._drop(running)
-        await self._all_ended(running)
-        return {"aborted_count": len(running), "request_ids": list(running.values())}
+        names = [handle.request_id for handle in self._rollout.engine.running()]
+        await self._control.pause(WeightPolicy.ABORT)
+        return {"aborted_count": len(names), "request_ids": names}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Abort one request with its committed tokens."""
-        aborted = [handle for handle, name in self._running.items() if name == request_id]
-        self._drop(aborted)
+        aborted = await self._control.abort(request_id)
         return {"aborted": bool(aborted), "request_id": request_id}
 
     async def resume_generation(self) -> None:
         """Allow requests to begin again."""
         self._rejects = False
-        self._open.set()
+        self._control.resume()
 
     async def sleep(self) -> None:
         """Free the verifiers' memory when no request runs, in hybrid mode with `free_cache_engine`."""
         if self._sleeps:
-            await self._all_ended(list(self._running))
-            await asyncio.to_thread(self._rollout.sleep)
+            await self._control.sleep(WeightPolicy.WAIT)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate all of the memory again, regardless of the tags."""
         if self._sleeps:
-            await asyncio.to_thread(self._rollout.wake_if_asleep)
+            await self._control.wake()
 
     release_kv_cache, resume_kv_cache = sleep, wake_up
 
@@ -273,16 +256,15 @@ class VerlServer:
     async def update_weights(self, weights: WeightSet, global_steps: int | None = None) -> int:
         """Load weights that a trainer has put into the object store. Running requests continue with them after their
         committed tokens. Returns their version."""
-        await asyncio.to_thread(self._rollout.wake_if_asleep)
-        weights = replace(weights, version=self._rollout.weight_version + 1)
-        version = await asyncio.to_thread(self._rollout.update_weights, weights, "keep")
+        await self._control.wake()
+        version = await self._control.update(weights, WeightPolicy.KEEP)
         if global_steps is not None:
             await self.set_global_steps(global_steps)
         return version
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the trainer's step that made the present weights."""
-        self._steps[self._rollout.weight_version] = global_steps
+        self._control.relabel(global_steps)
         self._seeds.begin_step(global_steps)
 
     async def close(self) -> None:
@@ -299,19 +281,13 @@ class VerlServer:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         return Rollout(configuration(self._settings, copy_to_local(path), trusted, has_gpus))
 
-    def _drop(self, handles: Iterable[Handle]) -> None:
-        for handle in handles:
-            self._rollout.engine.drop(handle)
-
-    async def _all_ended(self, handles: Iterable[Handle]) -> None:
-        await asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles), return_exceptions=True)
-
     def _facts(self, output: Trajectory) -> dict[str, Any]:
+        steps = self._control.labels
         last, first = output.weight_version, output.versions[0][0] if output.versions else output.weight_version
         return {
-            "global_steps": self._steps.get(last),
-            "min_global_steps": self._steps.get(first),
-            "max_global_steps": self._steps.get(last),
+            "global_steps": steps.get(last),
+            "min_global_steps": steps.get(first),
+            "max_global_steps": steps.get(last),
             "spec_num_draft_tokens": output.stats.drafted,
             "spec_num_accepted_tokens": output.stats.accepted,
             "spec_num_verify_steps": output.stats.steps,

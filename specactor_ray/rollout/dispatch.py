@@ -13,6 +13,7 @@ from typing import Any
 
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.core.errors import InputError
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
@@ -35,6 +36,13 @@ class WeightPolicy(StrEnum):
     """Running requests stop, and continue after their committed tokens with the new weights."""
     ABORT = "abort"
     """Running requests end with their committed tokens."""
+
+
+def policy_of(name: str) -> WeightPolicy:
+    """The policy with this name; InputError if there is none."""
+    if name not in list(WeightPolicy):
+        raise InputError(f"policy is {name!r}; it must be {', '.join(WeightPolicy)}")
+    return WeightPolicy(name)
 
 
 class Dispatcher:
@@ -86,10 +94,7 @@ class Dispatcher:
         for entry in entries:
             entry.weight_version = self.journal.weight_version
             self.journal.add(entry)
-            if entry.prefix:
-                self.journal.look_for_stop(entry)
-        self._end_stopped()
-        self.backlog.add(entry.request_id for entry in entries if entry.finished is None)
+        self.backlog.add(entry.request_id for entry in entries)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with their committed tokens, unless they have ended."""

@@ -7,7 +7,6 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +40,6 @@ class JournalEntry:
     """Name of the request for its caller. Default: `request_id`."""
     place: tuple[int, int] = (0, 0)
     """Index of the prompt, and number of the sample."""
-    prefix: int = 0
-    """Number of output tokens given with the request; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0
     """Version of the policy's weights for the next tokens."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -55,12 +52,12 @@ class JournalEntry:
     """Number of verifiers that failed before they had confirmed the request."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
-    """Committed tokens, including the prefix, as `RECORD`s. An array that grows by an eighth when it is full. For the
-    dispatch thread until the request has ended."""
+    """Committed tokens as `RECORD`s; an array that grows by an eighth when it is full. For the dispatch thread until
+    the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
-    """float32 margins, one per token after the prefix; None if they are not recorded."""
+    """float32 margins, one per token; None if they are not recorded."""
     top_bytes: bytearray | None = field(default=None, repr=False)
-    """`RECORD`s of the `sampling.logprobs` most probable tokens of each position after the prefix."""
+    """`RECORD`s of the `sampling.logprobs` most probable tokens of each position."""
     stops: StopFinder | None = field(default=None, repr=False)
     """Finds the stop texts in the output; None if there are none."""
     stop: Stop | None = None
@@ -68,12 +65,12 @@ class JournalEntry:
 
     @property
     def num_tokens(self) -> int:
-        """Number of committed output tokens, including the prefix."""
+        """Number of committed output tokens."""
         return len(self.records) // RECORD.itemsize
 
     @property
     def token_ids(self) -> list[int]:
-        """Output tokens, including the prefix; a copy, like `logprobs` and `margins`."""
+        """Output tokens; a copy, like `logprobs` and `margins`."""
         ids: list[int] = np.frombuffer(self.records, RECORD)["token"].tolist()
         return ids
 
@@ -88,21 +85,15 @@ class JournalEntry:
         found: list[tuple[Any, ...]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
         if self.top_bytes is None:
             return found
-        return [(*pair, top) for pair, top in zip(found, self.tops(position - self.prefix), strict=True)]
+        return [(*pair, top) for pair, top in zip(found, self.tops(position), strict=True)]
 
     def tops(self, begin: int = 0) -> list[tuple[tuple[int, float], ...]]:
-        """Most probable tokens with their log-probabilities, per position, from number `begin` after the prefix on."""
+        """Most probable tokens with their log-probabilities, per position, from number `begin` on."""
         if self.top_bytes is None:
             return []
         width = self.sampling.logprobs
         flat = np.frombuffer(self.top_bytes, RECORD, offset=begin * width * RECORD.itemsize).tolist()
         return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
-
-    def set_prefix(self, token_ids: Sequence[int]) -> None:
-        """Set the output tokens that the request begins with."""
-        self.records, self.prefix = bytearray(_packed(token_ids, 0.0)), len(token_ids)
-        if self.stops is not None:
-            self.stops.skip(token_ids[:-1])
 
     def cut_at_stop(self, stops: StopFinder) -> bool:
         """End the output at the first new token that completes a stop text. Returns whether there is one."""
@@ -112,14 +103,14 @@ class JournalEntry:
         end = self.stop.num_tokens
         del self.records[end * RECORD.itemsize :]
         if self.margin_bytes is not None:
-            del self.margin_bytes[4 * (end - self.prefix) :]
+            del self.margin_bytes[4 * end :]
         if self.top_bytes is not None:
-            del self.top_bytes[(end - self.prefix) * self.sampling.logprobs * RECORD.itemsize :]
+            del self.top_bytes[end * self.sampling.logprobs * RECORD.itemsize :]
         return True
 
     def raise_version(self, version: int) -> None:
         """Set the version of the weights for all further tokens."""
-        if version != self.weight_version and self.num_tokens > self.prefix:
+        if version != self.weight_version and self.records:
             self.versions.append((self.weight_version, self.num_tokens))
         self.weight_version = version
 
@@ -216,16 +207,15 @@ class Journal:
                 entry.top_bytes = entry.top_bytes or bytearray()
                 entry.top_bytes += tops[top_begin:top_end]
             self.committed_tokens += length
-            self.look_for_stop(entry)
+            if entry.stops is not None:
+                self._look_for_stop(entry, entry.stops)
         return gapped
 
-    def look_for_stop(self, entry: JournalEntry) -> None:
+    def _look_for_stop(self, entry: JournalEntry, stops: StopFinder) -> None:
         """Put the request into `stopped` if a new token completes a stop text."""
-        if entry.stops is None:
-            return
         before = entry.num_tokens
         try:
-            if entry.cut_at_stop(entry.stops):
+            if entry.cut_at_stop(stops):
                 self.stopped[entry.request_id] = ""
         except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint
             self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import ray
 
-from specactor_ray.cluster.backend import start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
@@ -28,7 +27,6 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import locate_model, weight_shapes
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
-from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.preflight import prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
@@ -62,7 +60,6 @@ class Rollout(RunClient):
     def __init__(self, config: Config) -> None:
         log_by_default()
         begin = SYSTEM.now()
-        self._doorman: Doorman | None = None
         self.progress = (0, 0)
         """Number of ended trajectories of the newest stream, and its total."""
         config, self._tokenizer = prepare(config)
@@ -107,9 +104,6 @@ class Rollout(RunClient):
         self._ends.set()
         self._exporting.join(INTERVAL_S)
         try:
-            if self._doorman is not None:
-                self._doorman.close()
-                ray.kill(self._doorman.actor)
             self.shutdown()
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
@@ -117,14 +111,6 @@ class Rollout(RunClient):
             self.engine.close()
             ray.kill(self._controller)
             self._connection.close()
-
-    def listen(self) -> str:
-        """Accept requests of other processes of the cluster from now on; they use `Engine.connect`. Returns the name of
-        the run. Idempotent."""
-        self.require_open()
-        if self._doorman is None:
-            self._doorman = Doorman(self.engine, self._calls, start_here(self.run_name, ENGINE, EngineActor))
-        return self.run_name
 
     def stream(
         self,

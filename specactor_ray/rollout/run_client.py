@@ -17,7 +17,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError, CallError, InputError, SpecActorError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
-from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
+from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy, policy_of
 from specactor_ray.rollout.engine import CLOSED, Engine
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import RolloutMetrics
@@ -83,14 +83,13 @@ class RunClient:
         self.require_open()
         if policy is None:
             self.require_no_stream("weights cannot change")
-        elif policy not in list(WeightPolicy):
-            raise InputError(f"policy is {policy!r}; it must be {', '.join(WeightPolicy)} or None")
+        policy = policy_of(policy or WeightPolicy.WAIT)
         if weights.version < self.weight_version:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
         # From this call on the controller may be updating actors, even if its answer is late.
         self.weight_version = weights.version
         limit_s, begin = self._sync_timeout_s, self._calls.clock.now()
-        with self.engine.between_versions(weights.version, WeightPolicy(policy or WeightPolicy.WAIT)):
+        with self.engine.between_versions(weights.version, policy):
             self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
         self._syncs, self._sync_s = self._syncs + 1, self._sync_s + self._calls.clock.now() - begin
         return weights.version
@@ -108,7 +107,7 @@ class RunClient:
             SpecActorError: A live verifier did not do it.
         """
         self.require_no_stream(method)
-        if self.engine.is_busy:
+        if self.engine.running():
             raise InputError(f"{method} while requests run; abort them or await their ends first")
         self.engine.settle()
         self._command(method)
@@ -222,8 +221,8 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     return rows
 
 
-# The functions below are for another process of the cluster; `run`, `address` and errors as in `Engine.connect`. They
-# return the name of the run, and one row per actor.
+# The functions below are for another process of the cluster; `run`, `address` and errors as in `join_run`. They return
+# the name of the run, and one row per actor.
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:

@@ -6,7 +6,6 @@ tokens alone, so it does not depend on how many of them arrive together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,11 +41,6 @@ class StopFinder:
         """End of the text that the detokenizer returned, in which a stop text may begin."""
         self._complete = 0
         """Number of complete characters from the beginning of `_kept` on, those of a pending text included."""
-
-    def skip(self, token_ids: Sequence[int]) -> None:
-        """Read the first tokens of the output without an end at one of them."""
-        for token in token_ids:
-            self._read(token)
 
     def find(self, tokens: np.ndarray) -> Stop | None:
         """The first stop text that an unread token completes; `tokens` is the whole output. Reads up to that token."""

@@ -104,23 +104,21 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         prompt: The prompt as given.
         error: Reason why the request was never begun.
     """
-    finished, prefix = entry.finished, entry.prefix
+    finished, token_ids = entry.finished, entry.token_ids
     scores = finished.prompt_logprobs if finished else None
-    token_ids = entry.token_ids[prefix:]
     text = decoded(tokenizer, token_ids) if tokenizer else ""
     stop: str | int | None = None
     if entry.stop is not None:
         text, stop = text[: max(0, len(text) - entry.stop.cut)], entry.stop.text
-    elif finished and finished.finish_reason == "stop" and entry.num_tokens:
-        last = entry.token_ids[-1]
-        stop = last if last in entry.sampling.stop_token_ids else None
+    elif finished and finished.finish_reason == "stop" and token_ids:
+        stop = token_ids[-1] if token_ids[-1] in entry.sampling.stop_token_ids else None
     return Trajectory(
         request_id=entry.name or entry.request_id,
         prompt_index=entry.place[0],
         sample_index=entry.place[1],
         prompt_token_ids=entry.prompt_token_ids,
         token_ids=tuple(token_ids),
-        logprobs=tuple(entry.logprobs[prefix:]),
+        logprobs=tuple(entry.logprobs),
         text=text,
         finish_reason=finished.finish_reason if finished else "error",
         sampling=entry.sampling,
@@ -129,7 +127,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         margins=None if entry.margins is None else tuple(entry.margins),
         prompt=prompt,
         weight_version=entry.weight_version,
-        versions=tuple((version, tokens - prefix) for version, tokens in entry.versions),
+        versions=tuple(entry.versions),
         stop_reason=stop,
         top_logprobs=tuple(entry.tops()) if entry.sampling.logprobs else None,
         prompt_logprobs=None if scores is None else tuple(scores.tolist()),

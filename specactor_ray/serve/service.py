@@ -18,13 +18,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.metrics import Kind
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.control import Control
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
-from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.serve.control import Control
+from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.requests import MOST_CHOICES, OPENAI, Refusal, Wanted, wanted_of
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.rows import refuse_impossible
@@ -40,6 +41,9 @@ _CACHED = 1 << 17
 """Number of tokens whose text is cached."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets of the times in the metrics."""
+_LIVE_S = 20.0
+"""Seconds without progress after which an engine is not live."""
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,8 @@ class Service:
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""
         self.metrics = ServerMetrics(self)
-        self.control = Control(self)
+        self.control = Control(rollout)
         self._numbers = itertools.count()
-        self._open: dict[Handle, str] = {}
-        """Running choices → the name of their request."""
         self._is_cut_off = False
 
     # ---- fields of requests ----
@@ -178,7 +180,8 @@ class Service:
         A single choice has the seed of the request; others have seeds as `Rollout.generate` derives those of samples.
         `name` is that of the request, for `Control.abort`; session and priority are as in `Engine.submit`.
         """
-        self.control.require_awake()
+        if self.control.is_asleep:
+            raise Refusal("the server sleeps; POST /wake_up first", 503)
         self._require_not_cut_off()
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
@@ -188,30 +191,24 @@ class Service:
         except InputError as error:
             raise Refusal(str(error), param="prompt") from None
         handles: list[Handle] = []
-        places = list(itertools.product(range(len(prompts)), range(wanted.n)))
+        sampling = wanted.sampling
         try:
-            for number, sample in places:
-                place = (number, sample) if len(places) > 1 else None
+            for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
+                if len(prompts) * wanted.n > 1:
+                    sampling = sample_of(wanted.sampling, number, sample)
                 prompt = list(prompts[number])
                 handles.append(
-                    self.engine.submit(prompt, wanted.sampling, session=session, priority=priority, place=place)
+                    self.engine.submit(prompt, sampling, request_id=name, session=session, priority=priority)
                 )
         except SpecActorError:
             self.drop(handles)
             raise
-        self._open.update(dict.fromkeys(handles, name))
         return handles
 
     def drop(self, handles: Sequence[Handle]) -> None:
         """Abort those choices that have not ended."""
         for handle in handles:
-            self._open.pop(handle, None)
-            if not handle.done():
-                self.engine.drop(handle)
-
-    def running(self, name: str | None = None) -> list[Handle]:
-        """Running or waiting choices of the requests with this name, or of all."""
-        return [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
+            self.engine.drop(handle)
 
     async def outputs(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
         """The outputs of all choices, which are aborted when the client leaves or one of them failed."""
@@ -242,7 +239,24 @@ class Service:
         """Abort all requests, and refuse others: the server ends."""
         self._is_cut_off = True
         self.control.resume()
-        self.drop(list(self._open))
+        self.drop(self.engine.running())
+
+    async def require_live(self) -> None:
+        """Raises Refusal (503) unless the engine commits a token, of any request or of a probe request, or requests are
+        held."""
+        if self.control.is_paused or self.control.is_asleep:
+            return
+        committed = self.rollout.committed_tokens
+        handle = self.engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
+        try:
+            for _ in range(round(_LIVE_S / _LOOK_S)):
+                is_answered = handle.done() and not (await handle).error
+                if is_answered or self.rollout.committed_tokens > committed or self.control.is_paused:
+                    return
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self.engine.drop(handle)
+        raise Refusal("the engine does not answer", 503)
 
     def _require_not_cut_off(self) -> None:
         if self._is_cut_off:

@@ -165,7 +165,7 @@ async def health_generate(service: Serving) -> dict[str, str]:
 @router.get("/v1/loads")
 async def loads(service: Serving) -> dict[str, Any]:
     """Numbers of running and waiting requests."""
-    total = len(service.running())
+    total = len(service.engine.running())
     waiting = min(total, service.rollout.dispatcher.waiting)
     figures = {"num_running_reqs": total - waiting, "num_waiting_reqs": waiting, "num_total_reqs": total}
     return {"loads": [{"dp_rank": 0, **figures}]}

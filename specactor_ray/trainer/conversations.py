@@ -18,7 +18,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.handle import Generates
+from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from specactor_ray.sampling.seeds import derive_seed
@@ -160,7 +160,7 @@ class Conversations(WorkerPool):
 
     # ---- one sample ----
 
-    async def _play(self, engine: Generates, episode: Episode) -> None:
+    async def _play(self, engine: Engine, episode: Episode) -> None:
         state = None
         try:
             state, messages = await self._ask(episode, "reset", episode.task, episode.sampling.seed)
@@ -195,7 +195,7 @@ class Conversations(WorkerPool):
         room = min(left, self._context - len(episode.prompt) - len(episode.output))
         return room if self._config.turn_tokens is None else min(room, self._config.turn_tokens)
 
-    async def _turn(self, engine: Generates, episode: Episode, number: int) -> Trajectory:
+    async def _turn(self, engine: Engine, episode: Episode, number: int) -> Trajectory:
         """Run a turn of the model. The first one is equal to the sample without an environment."""
         room = self._room(episode)
         if room < 1:

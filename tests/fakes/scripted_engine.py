@@ -18,7 +18,7 @@ from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.handle import Generates, Handle
+from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.serve.app import make_app
@@ -39,7 +39,7 @@ def tokenizer() -> Any:
     return load_tokenizer(str(tiny_target()))
 
 
-class ScriptedEngine(Generates):
+class ScriptedEngine:
     """Attributes:
     submitted: Prompt, sampling and options of each request.
     part: Tokens that come together.
@@ -51,32 +51,36 @@ class ScriptedEngine(Generates):
         self.encoding, self.sampling, self.chat = threading.Condition(), SamplingParams(max_tokens=16, seed=5), True
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
-        self.running: set[Handle] = set()
+        self.open: set[Handle] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
         self.error, self.finish_reason = "", "length"
 
     def submit(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> Handle:
         assert sampling is not None
-        if len(self.running) >= self.max_waiting:
+        if len(self.open) >= self.max_waiting:
             raise OverloadedError("too many requests wait already")
         if (place := options.pop("place", None)) is not None:
             sampling = sample_of(sampling, *place)
         self.submitted.append((tuple(prompt), sampling, options))
-        handle = Handle(self, f"request-{len(self.submitted)}")
-        self.running.add(handle)
+        engine: Any = self
+        handle = Handle(engine, f"request-{len(self.submitted)}", options.get("request_id"))
+        self.open.add(handle)
         task = asyncio.get_running_loop().create_task(self._run(handle, tuple(prompt), sampling))
         self.tasks.add(task)
         return handle
 
-    def handle(self, request_id: str) -> Handle:
-        raise NotImplementedError
+    def running(self, request_id: str | None = None) -> list[Handle]:
+        return [handle for handle in self.open if request_id in (None, handle.request_id)]
 
     def drop(self, handle: Handle) -> None:
-        self.running.discard(handle)
+        self.open.discard(handle)
 
     def watch(self, handle: Handle) -> None:
         pass
+
+    def trajectory(self, ended: Trajectory) -> Trajectory:
+        return ended
 
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
@@ -85,13 +89,13 @@ class ScriptedEngine(Generates):
             if stop := next((one for one in sampling.stop if one in decoded), None):
                 tokens = tokens[: end + 1]
                 break
-        while handle in self.running and at < len(tokens):
+        while handle in self.open and at < len(tokens):
             await asyncio.sleep(0)
             if not self.held:
                 handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
                 at = min(at + self.part, len(tokens))
-        reason = "abort" if handle not in self.running else "stop" if stop else self.finish_reason
-        self.running.discard(handle)
+        reason = "abort" if handle not in self.open else "stop" if stop else self.finish_reason
+        self.open.discard(handle)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         text = text.partition(stop)[0] if stop else text
         ids, logprobs = tuple(tokens[:at]), (-0.5,) * at

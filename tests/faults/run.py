@@ -258,19 +258,19 @@ class Simulation(VirtualRun):
 
     def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
         """Some are aborted and continued; all end with the tokens of plain decoding."""
-        part = handle.abort() if random.Random(sampling.seed).random() < 0.5 else handle.result()
-        tokens, text = part.token_ids, part.text
-        if part.finish_reason == "abort":
-            prompt, rest, prefix = [1, 2, 3], sampling, tokens
-            if sampling.seed % 2 and not sampling.stop:  # as a client that knows of no prefix does
-                left = {"max_tokens": sampling.max_tokens - len(tokens), "first_position": len(tokens)}
-                prompt, rest, prefix = [*prompt, *tokens], replace(sampling, **left), ()
-            handle = self.client.engine.submit(prompt, rest, prefix=prefix)
-            tokens += tuple(token.token_id for token in handle.tokens())
-            text += handle.result().text
-        if sampling.stop and part.finish_reason == "abort":  # it may begin in the part
-            text = text[: len(stopped_output(sampling, part.weight_version)[1])]
-        if handle.result().error or (tokens, text) != stopped_output(sampling, part.weight_version):
+        output = handle.abort() if random.Random(sampling.seed).random() < 0.5 else handle.result()
+        at = len(output.token_ids)
+        if output.finish_reason == "abort" and at < sampling.max_tokens:
+            is_right = output.token_ids == stopped_output(sampling, output.weight_version)[0][:at]
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - at, first_position=at)
+            handle = self.client.engine.submit([1, 2, 3, *output.token_ids], sampling)
+            streamed = tuple(token.token_id for token in handle.tokens())
+            output = handle.result()
+            is_right = is_right and streamed == output.token_ids
+        else:
+            is_right = True
+        truth = stopped_output(sampling, output.weight_version)
+        if output.error or not is_right or (output.token_ids, output.text) != truth:
             self.fail(f"{handle.request_id} of the engine has other tokens than plain decoding")
 
     def entries(self, number: int) -> list[JournalEntry]:

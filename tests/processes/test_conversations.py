@@ -19,7 +19,8 @@ from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.handle import Generates, Handle
+from specactor_ray.rollout.engine import Engine
+from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
@@ -34,10 +35,10 @@ from tests.fakes.trajectories import trajectory
 SEED = 7
 
 
-class Scripted(Generates):
+class Scripted:
     """An engine that says what a function of the prompt and the parameters makes of them; a rollout with it."""
 
-    clock = SYSTEM
+    clock, generate = SYSTEM, Engine.generate
     max_waiting = 3
     """Conversations at once; most tests have more."""
 
@@ -48,7 +49,9 @@ class Scripted(Generates):
 
     def submit(self, prompt: Any, sampling: Any = None, *, session: str | None = None, **options: Any) -> Handle:
         self.asked.append((prompt, sampling, session or ""))
-        text, eos, handle = self._says(prompt, sampling), self.tokenizer.eos_token_id, Handle(self, "request")
+        text, eos = self._says(prompt, sampling), self.tokenizer.eos_token_id
+        engine: Any = self
+        handle = Handle(engine, "request")
         if text == "lost":
             handle.end(ActorLostError("no verifier"))
             return handle
@@ -65,12 +68,10 @@ class Scripted(Generates):
         handle.end(turn)
         return handle
 
-    def handle(self, request_id: str) -> Handle:
-        raise NotImplementedError
-
     def drop(self, handle: Handle) -> None: ...
 
-    def watch(self, handle: Handle) -> None: ...
+    def trajectory(self, ended: Trajectory) -> Trajectory:
+        return ended
 
 
 def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:

@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.cluster.backend import on_node
-from specactor_ray.cluster.connection import find_actor
+from specactor_ray.cluster.connection import find_controller
 from specactor_ray.cluster.names import NAMESPACE
 from specactor_ray.config.load import from_mapping
 from specactor_ray.rollout.trajectory import Trajectory
@@ -93,7 +93,7 @@ class Running:
         return lost
 
     def stop_controller(self) -> list[str]:
-        controller = find_actor(self.rollout.run_name)
+        controller = find_controller(self.rollout.run_name)
         pid = ray.get(controller.__ray_call__.remote(lambda _self: os.getpid()), timeout=60)
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(8.0, os.kill, (pid, signal.SIGCONT)).start()

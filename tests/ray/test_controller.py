@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
-from specactor_ray.cluster.connection import find_actor, list_runs
+from specactor_ray.cluster.connection import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.members import ActorClasses
@@ -127,9 +127,9 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
     assert second[0].partition("#")[0] == first[0].partition("#")[0] and sorted(groups_left()) == groups, "in its seat"
     wait_until(lambda: all(told == second for told in drafters_told(handle).values()), "verifiers have the new one")
 
-    assert list_runs() == ["evening"] and rows(find_actor("evening"), "verifier", "ready")
+    assert list_runs() == ["evening"] and rows(find_controller("evening"), "verifier", "ready")
     with pytest.raises(ClusterError, match="alive here: evening"):
-        find_actor("morning")
+        find_controller("morning")
     with pytest.raises(ConfigError, match="is alive"):
         start_controller(config, FAKES, QUICK)
 

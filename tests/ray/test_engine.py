@@ -1,11 +1,10 @@
-"""The engine over real Ray actors: threads, event loops and another process, all with the tokens of a plain stream."""
+"""The engine over real Ray actors: threads, event loops and other processes, all with the tokens of a plain stream."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,35 +12,46 @@ from typing import Any
 import pytest
 import ray
 
-from specactor_ray import Engine, Rollout, SamplingParams
-from specactor_ray.cluster.backend import start_here
+from specactor_ray import Rollout, RolloutActor, SamplingParams
+from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.errors import ActorLostError, InputError
+from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.models.loading import load_model
-from specactor_ray.rollout.door import ALL, DRIVER, EngineActor, RemoteEngine
+from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 COUNT = 6
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+SETTINGS: dict[str, Any] = {
+    "mode": "coupled",
+    "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
+    "drafters": [{"method": "suffix"}],
+    "cluster": {"pin_cores": False},
+}
 
 
 @pytest.fixture(scope="module")
 def rollout() -> Iterator[Rollout]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    settings = {
-        "mode": "coupled",
-        "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
-        "drafters": [{"method": "suffix"}],
-        "cluster": {"pin_cores": False},
-    }
-    with Rollout(from_mapping(settings)) as rollout:
+    with Rollout(from_mapping(SETTINGS)) as rollout:
         yield rollout
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor(rollout: Rollout) -> Iterator[Any]:
+    """Another rollout on the same cluster."""
+    target = {**SETTINGS["target"], "replicas": 1}
+    actor = ray.remote(RolloutActor).options(num_cpus=0).remote(from_mapping({**SETTINGS, "target": target}))
+    ray.get(actor.start.remote(), timeout=120)
+    yield actor
+    ray.get(actor.close.remote(), timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,8 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
     async def gather(name: str) -> None:
         outputs = await asyncio.gather(*(engine.generate(prompts[n], own(n), session=name) for n in range(COUNT)))
         differing.extend(f"{name} {n}" for n in range(COUNT) if not same(outputs[n], truth[n]))
-        streamed = [token.token_id async for token in engine.stream(prompts[0], own(0))]
+        batches = engine.submit(prompts[0], own(0)).batches()
+        streamed = [token.token_id async for tokens in batches for token in tokens]
         if tuple(streamed) != truth[0].token_ids:
             differing.append(f"{name} streamed")
 
@@ -98,7 +109,7 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
     rollout.reset_metrics()
 
 
-def test_an_aborted_output_goes_on_as_a_prefix_and_as_a_prompt(rollout: Rollout, truth: list[Trajectory]) -> None:
+def test_an_aborted_output_goes_on_as_a_prompt(rollout: Rollout) -> None:
     engine, prompt, sampling = rollout.engine, tiny_prompts(1)[0], replace(SAMPLING, max_tokens=200, ignore_eos=True)
     whole = engine.submit(prompt, sampling).result(120.0)
     handle = engine.submit(prompt, sampling)
@@ -108,12 +119,9 @@ def test_an_aborted_output_goes_on_as_a_prefix_and_as_a_prompt(rollout: Rollout,
     part = handle.abort()
     at = len(part.token_ids)
     assert 20 < at <= 200 and part.token_ids == whole.token_ids[:at]
-    rest = engine.submit(prompt, sampling, prefix=part.token_ids)
     resent = replace(sampling, max_tokens=max(1, 200 - at), first_position=at)
     sent = engine.submit([*part.prompt_token_ids, *part.token_ids], resent).result(120.0)
-    assert rest.result(120.0).token_ids == whole.token_ids[at:]
     assert at == 200 or sent.token_ids == whole.token_ids[at:]
-    assert engine.submit(prompt, sampling, prefix=whole.token_ids).result(120.0).token_ids == ()
     rollout.sleep()  # refused while a verifier has requests
     assert engine.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
 
@@ -144,66 +152,70 @@ def test_stop_texts_and_probable_tokens_are_those_of_plain_decoding(rollout: Rol
         assert output.top_logprobs is not None and len(output.top_logprobs) == len(output.token_ids)
         for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
             assert len(top) == 3 and dict(top).get(token, logprob) == logprob <= top[0][1]
-    prompt, at = tiny_prompts(1)[0], max(1, len(expected[0][0]) - 2)
-    rest = rollout.engine.submit(prompt, replace(sampling, seed=own(0).seed), prefix=expected[0][0][:at]).result(60.0)
-    assert rest.token_ids == expected[0][0][at:]
-    with Engine.connect(rollout.listen()) as remote:
-        handles = remote.submit_samples(prompt, 2, sampling)
-        tokens = list(handles[0].tokens())
-        outputs = [handle.result(60.0) for handle in handles]
-    assert [token.top for token in tokens] == list(outputs[0].top_logprobs or ())
-    for output, whole in zip(outputs, rollout.generate([prompt], sampling, n=2), strict=True):
-        assert same(output, whole) and output.sample_index == whole.sample_index
+    handle = rollout.engine.submit(tiny_prompts(1)[0], replace(sampling, seed=own(0).seed))
+    assert tuple(token.top for token in handle.tokens()) == streamed[0].top_logprobs
 
 
-def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[Trajectory]) -> None:
+def test_processes_of_the_cluster_call_a_rollout(actor: Any, truth: list[Trajectory]) -> None:
     @ray.remote(num_cpus=0)
-    def elsewhere(run: str, prompts: list[Any], sampling: list[SamplingParams]) -> list[Any]:
-        with Engine.connect(run) as engine:
-            handles = [engine.submit(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
-            streamed = [token.token_id for token in handles[0].tokens()]
+    def caller(actor: Any, prompts: list[Any], sampling: list[SamplingParams]) -> list[Any]:
+        outputs = ray.get([actor.generate.remote(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)])
+        streamed = [token for batch in actor.stream.remote(prompts[0], sampling[0]) for token in ray.get(batch)]
+        with pytest.raises(InputError, match="the prompt has no tokens"):
+            ray.get(actor.generate.remote([]))
+        with pytest.raises(SpecActorError, match="it must stay within 512"):
+            ray.get(next(actor.stream.remote([1] * 100_000)))
+        return [outputs, [token.token_id for token in streamed]]
 
-            async def one() -> Trajectory:
-                return await engine.generate(prompts[1], sampling[1], session="s")
-
-            long = engine.submit(prompts[0], replace(sampling[0], max_tokens=400, ignore_eos=True), request_id="long")
-            cut = engine.abort("long")
-            try:
-                engine.submit([]).result(60.0)
-                refused = ""
-            except InputError as error:
-                refused = str(error)
-            outputs = [handle.result(60.0) for handle in handles]
-            return [outputs, streamed, asyncio.run(one()), cut, long.done(), refused]
-
-    assert rollout.listen() == rollout.listen() == rollout.run_name
-    arguments = tiny_prompts(COUNT), [own(n) for n in range(COUNT)]
-    outputs, streamed, again, cut, done, refused = ray.get(elsewhere.remote(rollout.run_name, *arguments), timeout=120)
-    assert all(same(output, expected) for output, expected in zip(outputs, truth, strict=True))
-    assert tuple(streamed) == truth[0].token_ids and same(again, truth[1])
-    assert cut.finish_reason == ("abort" if len(cut.token_ids) < 400 else "length")
-    assert done and refused == "the prompt has no tokens"
+    arguments = actor, tiny_prompts(COUNT), [own(n) for n in range(COUNT)]
+    for outputs, streamed in ray.get([caller.remote(*arguments) for _ in range(2)], timeout=120):
+        assert all(same(output, expected) for output, expected in zip(outputs, truth, strict=True))
+        assert tuple(streamed) == truth[0].token_ids
+    assert ray.get(actor.metrics.remote()).committed_tokens > 0
 
 
-def test_the_requests_of_a_process_that_dies_are_dropped(rollout: Rollout) -> None:
-    @ray.remote(num_cpus=0, max_retries=0)
-    def sender(actor: Any) -> None:
-        RemoteEngine(Calls(), actor).submit([1])
-        ray.get(actor.read.remote(DRIVER, 0, 60.0))  # the request is there
-        os._exit(1)
+def test_requests_of_an_actor_are_cancelled_and_aborted(actor: Any) -> None:
+    def of_engine(call: Callable[[Any], Any]) -> Any:
+        return ray.get(actor.__ray_call__.remote(lambda self: call(self._rollout.engine)), timeout=60.0)
 
-    actor = start_here(rollout.run_name, "door", EngineActor)
-    with pytest.raises(ray.exceptions.WorkerCrashedError):
-        ray.get(sender.remote(actor), timeout=120.0)
-    commands: list[Any] = []
-    while len(commands) < 2:
-        commands = ray.get(actor.read.remote(DRIVER, 0, 60.0), timeout=120.0)[1]
-    assert [(one.what, one.number) for one in commands] == [("submit", 0), ("drop", ALL)]
-    engine = RemoteEngine(Calls(), actor)
-    ray.kill(actor)
-    for _ in range(2):  # one request before the loss is known, one after it
-        with pytest.raises(ActorLostError):
-            engine.submit([1]).result(120.0)
+    def are_open(names: list[str]) -> bool:
+        return of_engine(lambda engine: sorted(one.request_id for one in engine.running())) == names
+
+    of_engine(lambda engine: engine.pause(WeightPolicy.WAIT) and None)  # none of them ends by itself
+    outputs = [actor.generate.remote([1], own(0), request_id=name) for name in ("a", "b", "b")]
+    stream = actor.stream.remote([1], own(0), request_id="c")
+    wait_until(lambda: are_open(["a", "b", "b", "c"]), "the requests")
+    ray.cancel(outputs[0])
+    ray.cancel(stream)
+    wait_until(lambda: are_open(["b", "b"]), "the ends of the cancelled ones")
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(outputs[0], timeout=60.0)
+    assert ray.get(actor.abort.remote("b"), timeout=60.0) == 2
+    assert [one.finish_reason for one in ray.get(outputs[1:], timeout=60.0)] == ["abort", "abort"]
+    of_engine(lambda engine: engine.resume())
+
+
+def test_an_actor_pauses_and_sleeps(actor: Any, truth: list[Trajectory]) -> None:
+    prompt = tiny_prompts(1)[0]
+    ray.get(actor.pause.remote("wait"), timeout=60.0)
+    waiting = actor.generate.remote(prompt, own(0))
+    assert not ray.wait([waiting], timeout=0.2)[0]
+    ray.get(actor.resume.remote(), timeout=60.0)
+    assert same(ray.get(waiting, timeout=60.0), truth[0])
+    outputs = [actor.generate.remote(prompt, own(0)) for _ in range(12)]  # more than a verifier takes
+    ray.get(actor.sleep.remote(), timeout=60.0)
+    assert all(same(output, truth[0]) for output in ray.get(outputs, timeout=60.0))
+    assert same(ray.get(actor.generate.remote(prompt, own(0)), timeout=60.0), truth[0])  # wakes
+    with pytest.raises(InputError, match="policy is 'soon'; it must be wait, keep, abort"):
+        ray.get(actor.pause.remote("soon"))
+
+
+def test_an_actor_takes_weights_that_another_process_packs(actor: Any, truth: list[Trajectory]) -> None:
+    layout = ray.get(actor.weight_layout.remote(), timeout=60.0)
+    packed = put_weights(0, layout.buckets(load_model(str(tiny_target())).named_parameters()), Calls())
+    assert [ray.get(actor.update_weights.remote(packed), timeout=60.0) for _ in range(2)] == [1, 2]
+    output = ray.get(actor.generate.remote(tiny_prompts(1)[0], own(0)), timeout=60.0)
+    assert same(output, truth[0]) and output.weight_version == 2
 
 
 made: list[int] = []

@@ -191,8 +191,8 @@ def test_the_requests_of_a_client_that_leaves_end(rollout: Rollout, server: Serv
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait_until(lambda: len(server.service.running()) == 4, "four requests")
-    wait_until(lambda: not server.service.running() and not rollout.engine.is_busy, "their end")
+        wait_until(lambda: len(rollout.engine.running()) == 4, "four requests")
+    wait_until(lambda: not rollout.engine.running(), "their end")
     HTTP.post(f"{server.url}/resume").raise_for_status()
 
 

@@ -193,7 +193,7 @@ class TestStreamsAndWeights:
         client = cluster.client
         client.update_weights(WeightSet(3, ("weights",)))
         client.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
-        with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort or None"):
+        with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort"):
             client.update_weights(WeightSet(4, ("weights",)), "now")
         with pytest.raises(InputError, match="version 2 come after version 3"):
             client.update_weights(WeightSet(2, ("weights",)))

@@ -12,7 +12,6 @@ from specactor_ray.core.errors import ActorLostError, InputError, OverloadedErro
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
-from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries
@@ -26,8 +25,8 @@ def sampling(seed: int = 0, tokens: int = 20) -> SamplingParams:
 
 
 def begun(cluster: FakeCluster, name: str) -> list[str]:
-    """The requests that a verifier has begun, by their callers' names."""
-    return [request_id.partition("#")[0] for request_id, _ in cluster.verifier(name).begun]
+    """The keys of the requests that a verifier has begun."""
+    return [key for key, _ in cluster.verifier(name).begun]
 
 
 class TestOutputs:
@@ -50,10 +49,8 @@ class TestOutputs:
         assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
         assert {token.top for token in other.tokens()} == {()}
         assert handle.result().to_json()["top_logprobs"][0] == [list(pair) for pair in tops[0]]
-        rest = engine.submit(PROMPT, one, prefix=truth[:20])
-        assert tuple(token.top for token in rest.tokens()) == rest.result().top_logprobs == tops[20:]
-        cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",)), prefix=truth[:20]).result()
-        assert cut.token_ids == truth[20:32] and cut.top_logprobs == tops[20:32]
+        cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",))).result()
+        assert cut.token_ids == truth[:32] and cut.top_logprobs == tops[:32]
         moved = engine.submit(PROMPT, one)
         cluster.bench.clock.sleep(0.6)
         cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.NODE_LOST)
@@ -77,33 +74,32 @@ class TestAbort:
     ) -> None:
         whole = sampling(3, 60)
         truth = true_output(whole, 0)
-        handle = engine.submit(PROMPT, whole, request_id="turn")
+        handle = engine.submit(PROMPT, whole)
         cluster.bench.clock.sleep(after_s)
-        part = engine.abort("turn")
+        part = handle.abort()
         assert part.finish_reason == "abort" and handle.result() == part
         assert part.token_ids == truth[: len(part.token_ids)] and len(part.token_ids) < 60
-        rest = engine.submit(PROMPT, whole, request_id="turn", prefix=part.token_ids)
+        resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
+        rest = engine.submit([*PROMPT, *part.token_ids], resent)
         streamed = tuple(token.token_id for token in rest.tokens())
         assert part.token_ids + streamed == truth
         assert rest.result().token_ids == streamed and len(rest.result().logprobs) == len(streamed)
-        resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
-        assert engine.submit([*PROMPT, *part.token_ids], resent).result().token_ids == streamed
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
     @driven(verifiers=1, max_batch=1)
     def test_what_waits_is_aborted_without_a_verifier_and_what_has_ended_stays_as_it_is(
         self, cluster: FakeCluster, engine: Engine
     ) -> None:
-        running = [engine.submit(PROMPT, sampling(seed, 100)) for seed in range(2)]
+        running = [engine.submit(PROMPT, sampling(seed, 100), request_id="runs") for seed in range(2)]
         waiting = engine.submit(PROMPT, sampling(9), request_id="waits")
         cluster.bench.clock.sleep(0.5)
+        assert engine.running("runs") == running and engine.running() == [*running, waiting]
         assert waiting.abort().token_ids == () and waiting.result().finish_reason == "abort"
         assert [handle.result().finish_reason for handle in running] == ["length", "length"]
         assert running[0].abort().finish_reason == "length"
-        with pytest.raises(InputError, match="no request 'waits' is running"):
-            engine.abort("waits")
+        assert not engine.running()
         engine.settle()
-        assert "waits" not in begun(cluster, "v0")
+        assert waiting.key not in begun(cluster, "v0")
 
 
 class TestStopTexts:
@@ -138,41 +134,6 @@ class TestStopTexts:
         learned = [output for name in cluster.handles for output in cluster.verifier(name).learned]
         assert any(len(output.token_ids) < 60 for output in learned), "drafters learn from them"
 
-    @driven()
-    def test_one_may_begin_in_the_prefix_and_end_behind_it_or_with_it(
-        self, cluster: FakeCluster, engine: Engine
-    ) -> None:
-        whole = true_output(sampling(3, 60), 0)
-        engine.tokenizer = NumberText()
-        one = replace(sampling(3, 60), stop=(f"{whole[30]},{whole[31]},{whole[32]},",))
-        for at in (5, 31, 32, 33):
-            output = engine.submit(PROMPT, one, prefix=whole[:at]).result()
-            assert output.token_ids == whole[at:33] and output.finish_reason == "stop"
-            assert output.text == NumberText().decode(whole[at:30])
-        beyond = engine.submit(PROMPT, one, prefix=whole[:40]).result()
-        assert beyond.token_ids == whole[40:] and beyond.finish_reason == "length"
-
-
-@driven(verifiers=1, max_batch=1)
-def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream_and_all_begin_or_none(
-    cluster: FakeCluster, engine: Engine
-) -> None:
-    handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
-    assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
-    others = {(i, j) for i in (0, 1) for j in range(3)}
-    for handle, (entry, _) in zip(handles, samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, others), strict=True):
-        output = handle.result()
-        assert ((output.prompt_index, output.sample_index), output.sampling) == (entry.place, entry.sampling)
-        assert output.token_ids == true_output(entry.sampling, 0)
-    engine.max_waiting = 3
-    with pytest.raises(OverloadedError):
-        engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
-    engine.settle()
-    assert not engine.is_busy
-    for n in (0, 1.5, None):
-        with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
-            engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
-
 
 class TestTurns:
     @driven(verifiers=1, max_batch=1)
@@ -189,18 +150,22 @@ class TestTurns:
 
     @driven(verifiers=3)
     def test_a_session_stays_on_its_verifier_while_that_lives(self, cluster: FakeCluster, engine: Engine) -> None:
+        def turn_on(number: int) -> str:
+            """The verifier of a turn."""
+            turn = engine.submit(PROMPT, sampling(number, 4), session="s")
+            assert turn.result().token_ids == true_output(sampling(number, 4), 0)
+            (home,) = [name for name in cluster.handles if turn.key in begun(cluster, name)]
+            return home
+
+        homes = set()
         for turn in range(6):
             others = [engine.submit(PROMPT, sampling(seed, 8)) for seed in range(turn)]
-            engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
+            homes.add(turn_on(turn))
             for handle in others:
                 handle.result()
-        (home,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
-        assert begun(cluster, home).count("turn") == 6
+        (home,) = homes
         cluster.network.kill(cluster.handles[home])
-        for turn in range(3):
-            output = engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
-            assert output.token_ids == true_output(sampling(turn, 4), 0)
-        (new,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
+        (new,) = {turn_on(turn) for turn in range(3)}
         assert new != home
 
 
@@ -223,14 +188,11 @@ class TestFailures:
 
     @driven()
     def test_what_is_wrong_with_a_request_is_said_at_once(self, cluster: FakeCluster, engine: Engine) -> None:
-        engine.submit(PROMPT, sampling(tokens=500), request_id="r")
         unchecked = sampling()  # as one from another process
         object.__setattr__(unchecked, "stop", ("",))
         for wrong, message in (
             ({"prompt": []}, "the prompt has no tokens"),
             ({"prompt": "text"}, "the model has no tokenizer"),
-            ({"request_id": "r"}, "request 'r' is running"),
-            ({"prefix": [-1]}, "prefix must hold token ids"),
             ({"priority": None}, "priority must be a whole number"),
             ({"session": ["s"]}, "session must be a text"),
             ({"request_id": 5}, "request_id must be a text"),

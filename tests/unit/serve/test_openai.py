@@ -88,7 +88,7 @@ class TestErrors:
         for engine, status in ((ScriptedEngine(), 400), (ScriptedEngine(max_waiting=2), 429)):
             engine.error, engine.held = "the prompt cannot run", status == 429
             answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
-            assert answer.status_code == status and not engine.running
+            assert answer.status_code == status and not engine.open
             assert ("cannot run" in answer.json()["error"]["message"]) == (status == 400)
 
     def test_a_defect_is_an_error_without_its_text(self) -> None:
@@ -112,11 +112,12 @@ class TestAnswers:
 
     def test_sampling_session_and_priority_reach_the_engine(self) -> None:
         engine = ScriptedEngine()
-        post(COMPLETIONS, {"prompt": [5], "temperature": 0.5, "top_k": 7, "session": "s", "priority": -2}, engine)
+        named = {"request_id": "r", "session": "s", "priority": -2}
+        post(COMPLETIONS, {"prompt": [5], "temperature": 0.5, "top_k": 7, **named}, engine)
         post(CHAT, {"messages": MESSAGES, "max_completion_tokens": 4}, engine)
         post(CHAT, {"messages": MESSAGES}, engine)
         (_, first, options), (_, second, _), (prompt, third, _) = engine.submitted
-        assert (first.temperature, first.top_k) == (0.5, 7) and options == {"session": "s", "priority": -2}
+        assert (first.temperature, first.top_k) == (0.5, 7) and options == named
         assert second.max_tokens == 4 and third.max_tokens == 512 - len(prompt), "the rest of the context"
 
     @pytest.mark.parametrize("part", [1, 3, 50])

@@ -69,7 +69,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:
             asked = [client.post(path, json=body) for path, body in REQUESTS]
             answers = asyncio.gather(*asked)
-            while len(engine.running) < 8:
+            while len(engine.open) < 8:
                 await asyncio.sleep(0)
             server.should_exit = True
             await serving
@@ -79,7 +79,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
         answers = asyncio.run(work())
     assert lines == ["waiting up to 0 s for 6 requests; Ctrl-C cuts them off"]
     assert server.cut_off == 6
-    assert not engine.running and not service.running() and not caplog.records
+    assert not engine.open and not caplog.records
     for (_, sent), answer in zip(REQUESTS, answers, strict=True):
         is_stream = "stream" in sent
         assert answer.status_code == (200 if is_stream else 503)

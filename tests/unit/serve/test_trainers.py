@@ -42,9 +42,9 @@ class TestTokens:
 
     def test_session_and_priority_reach_the_engine(self) -> None:
         engine = ScriptedEngine()
-        body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2}
+        body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2, "request_id": "r"}
         assert post(TOKENS, body, engine, headers={"X-Session-ID": "s"}).is_success
-        assert engine.submitted[0][2] == {"session": "s", "priority": -2}
+        assert engine.submitted[0][2] == {"request_id": "r", "session": "s", "priority": -2}
 
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -157,7 +157,7 @@ def test_loads_and_aborts() -> None:
             asyncio.ensure_future(client.post(GENERATE, json=ids([1]) | {"rid": "a"})),
             asyncio.ensure_future(client.post(TOKENS, json=tokens([1]) | {"request_id": "b"})),
         ]
-        while len(engine.running) < 2:
+        while len(engine.open) < 2:
             await asyncio.sleep(0)
         for path, body, left in (
             ("/abort_request", {"rid": "another"}, 2),

@@ -1,0 +1,91 @@
+"""A rollout that any process of the cluster calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.config.schema import Config
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.models.weight_buckets import WeightLayout
+from specactor_ray.rollout.control import Control
+from specactor_ray.rollout.dispatch import WeightPolicy, policy_of
+from specactor_ray.rollout.handle import Token
+from specactor_ray.rollout.prompts import Prompt
+from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+from specactor_ray.transport.messages import WeightSet
+
+
+class RolloutActor:
+    """A rollout as an asynchronous actor, `ray.remote(RolloutActor).remote("local_cpu")`; arguments as of
+    `Rollout.from_config`. `start` must be called first. The run ends with the actor."""
+
+    def __init__(self, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> None:
+        self._arguments = config, overrides
+
+    async def start(self) -> str:
+        """Start the rollout; returns the name of its run. Raises as `Rollout`."""
+        self._rollout = await asyncio.to_thread(Rollout.from_config, *self._arguments)
+        self._control = Control(self._rollout)
+        return self._rollout.run_name
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
+        """One output; arguments and errors as in `Engine.submit`. `ray.cancel` of the call aborts the request."""
+        await self._control.ready()
+        return await self._rollout.engine.generate(prompt, sampling, **options)
+
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[list[Token]]:
+        """Yield the tokens of one output as they are committed, those that arrived together as one list. As `generate`;
+        a request that cannot run raises a SpecActorError."""
+        await self._control.ready()
+        handle = self._rollout.engine.submit(prompt, sampling, **options)
+        try:
+            async for tokens in handle.batches():
+                yield tokens
+            if reason := (await handle).error:
+                raise SpecActorError(reason)
+        finally:
+            self._rollout.engine.drop(handle)
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """Abort the requests with this name, or all; their callers get the committed tokens. Returns their number."""
+        return len(await self._control.abort(request_id))
+
+    async def pause(self, policy: WeightPolicy | str = WeightPolicy.ABORT) -> None:
+        """See `Control.pause`."""
+        await self._control.pause(policy_of(policy))
+
+    async def resume(self) -> None:
+        """End the pause, if there is one."""
+        self._control.resume()
+
+    async def weight_layout(self) -> WeightLayout:
+        """Layout in which another process packs weights for `update_weights`."""
+        return await asyncio.to_thread(getattr, self._rollout, "weight_layout")
+
+    async def update_weights(self, weights: WeightSet | str, policy: WeightPolicy | str = WeightPolicy.KEEP) -> int:
+        """See `Control.update`; a sleep ends."""
+        await self._control.wake()
+        return await self._control.update(weights, policy_of(policy))
+
+    async def sleep(self, policy: WeightPolicy | str = WeightPolicy.WAIT) -> None:
+        """See `Control.sleep`; the next request wakes the verifiers, too."""
+        await self._control.sleep(policy_of(policy))
+
+    async def wake(self) -> None:
+        """End the sleep, if there is one."""
+        await self._control.wake()
+
+    async def metrics(self) -> RolloutMetrics:
+        """Counters over all verifiers."""
+        return self._rollout.metrics()
+
+    async def close(self) -> None:
+        """End the rollout."""
+        await asyncio.to_thread(self._rollout.close)
