@@ -16,12 +16,9 @@ from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import Span, World
-from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 _PAGE = 256
 """Tokens per page of a GPU's cache."""
-_MOST_CORRUPT = 4
-"""Most branches per tail of a corrupt drafter."""
 
 
 class SimulatedProposer(SlotProposer):
@@ -145,16 +142,6 @@ class SimulatedProposer(SlotProposer):
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)
         if self._name in self._world.corrupt:
-            return tails._replace(tokens=self._nonsense(len(tails.tokens)), branches=self._corrupt(len(slots)))
+            nonsense = [int(self._random() * 2e9) - 10**9 for _ in tails.tokens]
+            return tails._replace(tokens=np.array(nonsense, np.int32))
         return tails
-
-    def _corrupt(self, tails: int) -> Branches:
-        """Branches of a corrupt drafter at arbitrary places."""
-        if not self.branches.most:
-            return NO_BRANCHES
-        owners = np.repeat(np.arange(tails, dtype=np.int32), _MOST_CORRUPT)
-        ats = np.array([int(self._random() * 12) - 2 for _ in owners], np.int32)
-        return Branches(owners, ats, np.ones_like(owners), self._nonsense(len(owners)))
-
-    def _nonsense(self, count: int) -> np.ndarray:
-        return np.array([int(self._random() * 2e9) - 10**9 for _ in range(count)], np.int32)
