@@ -48,15 +48,9 @@ class Link(Generic[M]):
     """
 
     def __init__(
-        self,
-        send: Callable[[M], Delivery],
-        on_free: Callable[[], object] = lambda: None,
-        *,
-        clock: Clock = SYSTEM,
-        deadline_s: float = _DEADLINE_S,
+        self, send: Callable[[M], Delivery], on_free: Callable[[], object] = lambda: None, *, clock: Clock = SYSTEM
     ) -> None:
-        self._send, self._clock, self._deadline_s = send, clock, deadline_s
-        self.on_free = on_free
+        self._send, self._clock, self.on_free = send, clock, on_free
         self._lock = threading.Lock()
         self._sent = 0
         """Number of deliveries so far, and number of the newest one."""
@@ -82,7 +76,7 @@ class Link(Generic[M]):
             message = self._flying if self._flying is not None else make()
             if message is None:
                 return False
-            self._flying, self._again_at = message, self._clock.now() + self._deadline_s
+            self._flying, self._again_at = message, self._clock.now() + _DEADLINE_S
             self._sent += 1
             number = self._sent
         # Outside the lock: a delivery that is done already calls back at once, in this thread.

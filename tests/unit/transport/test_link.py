@@ -132,10 +132,11 @@ def test_within_a_process_a_message_is_there_when_offer_returns() -> None:
     assert taken == ["one", "free", "two", "free"] and link.snapshot() == CALM
 
 
-def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
+def test_deliveries_never_overlap_and_the_newest_state_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deliveries of four threads, some of which fail: the consumer gets all parts, one after the other."""
     lock, overlaps, heard, told = threading.Lock(), [], [0], 0
     total, arrived = 2000, threading.Semaphore(0)
+    monkeypatch.setattr("specactor_ray.transport.link._DEADLINE_S", 1e12)
     clock = HandClock(tick_s=10.0)  # longer than a pause: what failed is sent again by the next offer
 
     def deliver(part: tuple[int, int]) -> None:
@@ -154,9 +155,7 @@ def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
         return part if part[0] < part[1] else None
 
     with ThreadPoolExecutor(max_workers=4) as pool:
-        link: Link[tuple[int, int]] = Link(
-            lambda part: pool.submit(deliver, part), arrived.release, clock=clock, deadline_s=1e12
-        )
+        link: Link[tuple[int, int]] = Link(lambda part: pool.submit(deliver, part), arrived.release, clock=clock)
         for known in range(1, total + 1):
             link.offer(functools.partial(make, known))
         while heard[0] < total:
