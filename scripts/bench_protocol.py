@@ -28,13 +28,7 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.target.base import Drafts, StepResult, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import (
-    NO_BRANCHES,
-    Branches,
-    CommitBatch,
-    DraftOpen,
-    TailBatch,
-)
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
 
@@ -120,29 +114,20 @@ class Oracle:
             return None
         rows, begins = np.array(list(ends), np.int32), np.array(list(ends.values()), np.int32)
         generations, numbers = np.array([self._rows[row] for row in ends], np.int32).T.copy()
-        branches = self._branches_of(numbers, begins)
-        return TailBatch(
-            self.drafter_id,
-            rows,
-            generations,
-            begins,
-            np.full(len(rows), WINDOW, np.int32),
-            self._guesses[numbers[:, None], begins[:, None] + np.arange(WINDOW)].reshape(-1),
-            branches if self._sends else NO_BRANCHES,
-            token_s=1e-4,
-        )
+        tails = self._tails(numbers, begins)[:, : None if self._sends else 1]
+        handles = (np.repeat(column, tails.shape[1]) for column in (rows, generations, begins))
+        lengths = np.full(len(rows) * tails.shape[1], WINDOW, np.int32)
+        return TailBatch(self.drafter_id, *handles, lengths, tails.reshape(-1), token_s=1e-4)
 
-    def _branches_of(self, numbers: np.ndarray, begins: np.ndarray) -> Branches:
-        """At each of the first positions a branch up to the end of the window, right where the tail is wrong."""
-        ats = np.arange(self._branches, dtype=np.int32)
-        places = begins[:, None, None] + ats[:, None] + np.arange(WINDOW)
-        tokens = self._truth[numbers[:, None, None], places]
-        right = tokens[..., 0] == self._guesses[numbers[:, None], places[..., 0]]
-        tokens[..., 0] = (tokens[..., 0] + right) % 1000
-        within = np.broadcast_to(ats[:, None] + np.arange(WINDOW) < WINDOW, tokens.shape)
-        owners = np.repeat(np.arange(len(numbers), dtype=np.int32), self._branches)
-        sizes = np.tile(WINDOW - ats, len(numbers))
-        return Branches(owners, np.tile(ats, len(numbers)), sizes, tokens[within])
+    def _tails(self, numbers: np.ndarray, begins: np.ndarray) -> np.ndarray:
+        """int32 `(rows, 1 + branches, WINDOW)`: the main chain, and at each of the first positions a branch, right
+        where that is wrong."""
+        places = begins[:, None] + np.arange(WINDOW)
+        truth, main = self._truth[numbers[:, None], places], self._guesses[numbers[:, None], places]
+        ats, column = np.arange(self._branches)[:, None], np.arange(WINDOW)
+        others = np.where(column < ats, main[:, None], truth[:, None])
+        others[(column == ats) & (truth == main)[:, None]] += 1
+        return np.concatenate([main[:, None], others % 1000], axis=1)
 
 
 def verifier_x(rows: int, drafters: int, branches: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.core.ragged import common_prefix
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer, packed
 
@@ -39,7 +40,7 @@ class ByName:
         return [names[slot] for slot in self.proposer.extend().tolist()]
 
     def tail(self, name: str) -> tuple[int, tuple[int, ...]]:
-        ((base, tokens),) = self.proposer.tails(np.array([self.slots[name]], np.int32)).rows()
+        base, tokens = next(self.proposer.tails(np.array([self.slots[name]], np.int32)).rows())
         return base, tuple(tokens)
 
     def add_features(self, name: str, features: Sequence[Any]) -> None:
@@ -59,6 +60,7 @@ def extend_fully(drafter: Any) -> None:
 
 def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
     """The branches that are published with a tail: where they leave it, and their tokens."""
-    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
-    parts = np.split(found.tokens, np.cumsum(found.lengths))[:-1]
-    return [(at, tuple(part.tolist())) for at, part in zip(found.ats.tolist(), parts, strict=True)]
+    (base, main), *others = drafter.tails(np.array([drafter.slots[name]], np.int32)).rows()
+    assert all(begin == base for begin, _ in others)
+    places = [common_prefix(main, other) for _, other in others]
+    return [(at, tuple(other[at:])) for at, (_, other) in zip(places, others, strict=True)]

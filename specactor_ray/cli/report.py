@@ -20,7 +20,6 @@ _SPLIT = ("forward", "sampling", "protocol", "waiting")
 def rollout_table(summary: Mapping[str, Any]) -> Table:
     """The figures of one rollout, one per row."""
     metrics, counts = summary["metrics"], summary["trajectories"]
-    rescues = metrics["arrival_rescues"] + metrics["commit_rescues"]
     figures = [
         ("mode", summary["config"]["mode"]),
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
@@ -31,7 +30,7 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
         ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
         ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
-        ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {rescues:,}"),
+        ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {metrics['rescued_tails']:,}"),
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ]

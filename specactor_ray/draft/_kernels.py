@@ -107,21 +107,6 @@ def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
     return stop
 
 
-@_jit
-def tails(mirror: Any, slots: Any) -> Any:
-    """Columns of `proposer.Tails` of these slots."""
-    mirror = Lines(*mirror)
-    bases, lengths = np.empty((2, len(slots)), np.int32)
-    for i, slot in enumerate(slots):
-        bases[i] = mirror.known[slot] - mirror.prompts[slot]
-        lengths[i] = mirror.ends[slot] - mirror.known[slot]
-    tokens, end = np.empty(lengths.sum(), np.int32), 0
-    for i, slot in enumerate(slots):
-        begin, end = end, end + lengths[i]
-        tokens[begin:end] = mirror.lines[slot, mirror.known[slot] : mirror.ends[slot]]
-    return bases, lengths, tokens
-
-
 # ---- branches ----
 
 
@@ -371,17 +356,22 @@ def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens:
 
 
 @_jit
-def published(table: Any, mirror: Any, slots: Any) -> Any:
-    """See `BranchTable.published`; returns columns of `messages.Branches`."""
+def tails(table: Any, mirror: Any, slots: Any) -> Any:
+    """See `BranchTable.tails`; returns columns of `proposer.Tails`."""
     table, mirror = Planes(*table), Lines(*mirror)
-    most, count, total = len(slots) * table.ats.shape[1], 0, 0
-    columns, tokens = np.empty((3, most), np.int32), np.empty(most * table.tokens.shape[2], np.int32)
+    counts, most = np.zeros(len(slots), np.int32), len(slots) * (1 + table.ats.shape[1])
+    bases, lengths = np.empty((2, most), np.int32)
+    tokens, count, end = np.empty(most * table.tokens.shape[2], np.int32), 0, 0
     for i, slot in enumerate(slots):
-        for b in range(table.ats.shape[1]):
-            at, size = table.ats[slot, b], table.lengths[slot, b]
-            if mirror.known[slot] <= at < mirror.ends[slot] and size > 1:
-                columns[0, count], columns[1, count], columns[2, count] = i, at - mirror.known[slot], size
-                tokens[total : total + size] = table.tokens[slot, b, :size]
+        known, stop = mirror.known[slot], mirror.ends[slot]
+        for b in range(MAIN, table.ats.shape[1]):
+            at, size = (stop, 0) if b == MAIN else (table.ats[slot, b], table.lengths[slot, b])
+            if b == MAIN or (known <= at < stop and size > 1):
+                bases[count], lengths[count] = known - mirror.prompts[slot], at - known + size
+                tokens[end : end + at - known] = mirror.lines[slot, known:at]
+                end += lengths[count]
+                for k in range(size):
+                    tokens[end - size + k] = table.tokens[slot, b, k]
+                counts[i] += 1
                 count += 1
-                total += size
-    return columns[0, :count].copy(), columns[1, :count].copy(), columns[2, :count].copy(), tokens[:total].copy()
+    return bases[:count].copy(), lengths[:count].copy(), tokens[:end].copy(), counts

@@ -21,7 +21,6 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels as kernels
 from specactor_ray.draft._kernels import FREE, GAPS, MAIN, RANKS
 from specactor_ray.draft.proposer import Tails
-from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 __all__ = ["FREE", "GAPS", "MAIN", "RANKS"]  # names of `_kernels` for other modules
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
@@ -101,9 +100,6 @@ class MirrorTable:
             raise ValueError(f"guesses are token ids, not {tokens.max()}")
         self.lines[slot, begin : begin + len(tokens)] = tokens
         self.ends[slot] = begin + len(tokens)
-
-    def tails(self, slots: np.ndarray) -> Tails:
-        return Tails(*kernels.tails(self.arrays, np.asarray(slots, np.int32)))
 
     def _fit(self, slots: int, width: int) -> None:
         """Grow to at least `slots` lines of `width` tokens by doubling."""
@@ -241,11 +237,10 @@ class BranchTable:
         changed = kernels.append(self.arrays, self._mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed
 
-    def published(self, slots: np.ndarray) -> Branches:
-        """Branches with two tokens or more of these slots' tails: the target finds the first token itself."""
-        if not len(slots):
-            return NO_BRANCHES
-        return Branches(*kernels.published(self.arrays, self._mirrors.arrays, np.asarray(slots, np.int32)))
+    def tails(self, slots: np.ndarray) -> Tails:
+        """Main chains of these slots, each with its branches of two tokens or more: the target finds the first token
+        itself."""
+        return Tails(*kernels.tails(self.arrays, self._mirrors.arrays, np.asarray(slots, np.int32)))
 
 
 _LINES = operator.attrgetter(*kernels.Lines._fields)
@@ -268,12 +263,11 @@ def compile_kernels(branches: bool) -> None:
     mirrors, zero, long = MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     mirrors.commit(zero, zero, zero, zero[:0])
-    mirrors.tails(zero)
+    table = BranchTable(mirrors, 1)
+    table.fit(1, 4)
+    table.tails(zero)
     if branches:
-        table = BranchTable(mirrors, 1)
-        table.fit(1, 4)
         chains = table.plan(mirrors.ends, zero > 0, zero == 0, long + 1, 4)
         table.read(mirrors.ends, long, long, chains, long)
         table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
         table.settle(long, zero, zero, zero + 1, zero + 2)
-        table.published(zero)

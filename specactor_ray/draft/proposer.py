@@ -18,7 +18,7 @@ import numpy as np
 from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
+from specactor_ray.transport.messages import Features, FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
@@ -29,15 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class Tails(NamedTuple):
-    """Tails of `n` requests: int32 numbers of committed tokens and of draft tokens after them, and all draft tokens."""
+    """Tails of `n` requests: int32 numbers of committed tokens and of draft tokens after them, and all draft tokens.
+    `counts`, int32 `(n,)`: tails of each request, the most likely one first; None: one."""
 
     bases: np.ndarray
     lengths: np.ndarray
     tokens: np.ndarray
-    branches: Branches = NO_BRANCHES
+    counts: np.ndarray | None = None
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield base and tokens of each request."""
+        """Yield base and tokens of each tail."""
         end, tokens = 0, self.tokens.tolist()
         for base, length in zip(self.bases.tolist(), self.lengths.tolist(), strict=True):
             begin, end = end, end + length

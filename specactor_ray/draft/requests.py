@@ -206,13 +206,13 @@ class DraftRequests:
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
     def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails and branches of a verifier's changed slots."""
+        """Whole tails of a verifier's changed slots."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
-        tails = self._proposer.tails(slots)
+        bases, lengths, tokens, counts = self._proposer.tails(slots)
+        owners = slots if counts is None else np.repeat(slots, counts)
         self.counters["tails"] += len(slots)
-        self.counters["branches"] += len(tails.branches.tails)
+        self.counters["branches"] += len(owners) - len(slots)
         self.counters["resyncs"] += len(lost)
-        return TailBatch(
-            self._drafter_id, self._rows[slots], self._generations[slots], *tails, token_s, tuple(lost.items())
-        )
+        handles = self._rows[owners], self._generations[owners]
+        return TailBatch(self._drafter_id, *handles, bases, lengths, tokens, token_s, tuple(lost.items()))

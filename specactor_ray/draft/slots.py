@@ -84,8 +84,7 @@ class SlotProposer(Proposer):
         return same >= 0
 
     def tails(self, slots: np.ndarray) -> Tails:
-        tails = self.mirrors.tails(slots)
-        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
+        return self.branches.tails(slots)
 
     def close(self, slot: int, finished: bool) -> None:
         if not self.mirrors.is_open(slot):

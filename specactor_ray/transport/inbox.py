@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.transport.messages import NO_BRANCHES, Branches, CommitBatch, TailBatch
+from specactor_ray.transport.messages import CommitBatch, TailBatch
 
 M = TypeVar("M")
 
@@ -100,15 +100,13 @@ class Inbox(Generic[M]):
             logger.warning("a malformed message of %s is dropped; further ones are only counted: %s", name, problem)
 
 
-def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
-    """Inbox of a verifier for messages of drafters. Token ids must lie in `[0, vocab_size)`, and a tail has at most
-    `branches` branches."""
+def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
+    """Inbox of a verifier for messages of drafters. Token ids must lie in `[0, vocab_size)`."""
 
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message, "bases", vocab_size)
-        _check_branches(message, branches, vocab_size)
         _require(_is_seconds(message.token_s), "token_s is no number of seconds")
         _require(type(message.lost) is tuple and all(map(_is_handle, message.lost)), "lost holds no handles")
 
@@ -146,21 +144,6 @@ def _check_arrays(message: Any, starts: str, limit: int) -> None:
         object.__setattr__(message, name, array)
 
 
-def _check_branches(message: Any, most: int, limit: int) -> None:
-    """As `_check_arrays`, for at most `most` branches of each tail."""
-    branches = message.branches
-    if branches is NO_BRANCHES:
-        return
-    good = type(branches) is Branches and len(branches) == 4 and all(map(_is_column, branches))
-    _require(good, "branches are not one-dimensional int32 arrays")
-    tails, ats, sizes, tokens = branches = Branches(*map(_read_only, branches))
-    _require(len(tails) == len(ats) == len(sizes), "branches differ in number")
-    _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
-    if number := _problem_of_branches(*branches, message.lengths, most, limit):
-        raise Malformed(_PROBLEMS[number - 1])
-    object.__setattr__(message, "branches", branches)
-
-
 def _read_only(array: np.ndarray) -> np.ndarray:
     if array.flags.writeable:
         array = array.view()
@@ -172,8 +155,6 @@ _PROBLEMS = (
     "a row, a position or a length is negative or too large",
     "lengths and tokens do not fit",
     "a token id is outside the vocabulary",
-    "a branch is of no tail, out of order, or one too many",
-    "a branch is empty or leaves its tail behind the end",
 )
 
 
@@ -187,40 +168,17 @@ def _problem_of(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: 
         if rows[i] >= _MAX_ROWS or starts[i] + lengths[i] >= _MAX_NUMBER:
             return 1
         total += lengths[i]
-    return 2 if total != len(tokens) else 3 * _are_outside(tokens, limit)
-
-
-@kernel()
-def _problem_of_branches(tails: Any, ats: Any, sizes: Any, tokens: Any, lengths: Any, most: int, limit: int) -> int:
-    """As `_problem_of`."""
-    total, last, count = 0, -1, 0
-    for b in range(len(tails)):
-        count = count + 1 if tails[b] == last else 1
-        if tails[b] < max(last, 0) or tails[b] >= len(lengths) or count > most:
-            return 4
-        if sizes[b] < 1 or ats[b] < 0 or ats[b] > lengths[tails[b]]:
-            return 5
-        last = tails[b]
-        total += sizes[b]
-    return 2 if total != len(tokens) else 3 * _are_outside(tokens, limit)
-
-
-@kernel(inline="always")
-def _are_outside(tokens: Any, limit: int) -> bool:
-    """A token id is negative, or not below `limit`."""
     least, most = 0, 0
     for token in tokens:
         least, most = min(least, token), max(most, token)
-    return least < 0 or most >= limit
+    return 2 if total != len(tokens) else 3 * (least < 0 or most >= limit)
 
 
 @functools.cache
 def warm_up() -> None:
     """Compile the checks."""
     none = np.zeros(0, np.int32)
-    message = TailBatch("", none, none, none, none, none, Branches(none, none, none, none))
-    _check_arrays(message, "bases", 1)
-    _check_branches(message, 1, 1)
+    _check_arrays(TailBatch("", none, none, none, none, none), "bases", 1)
 
 
 def _is_column(value: Any) -> bool:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 10.0
 """Seconds after which a delivery counts as not arrived. Consumers only put a message into a queue."""
-_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
-"""Pause before the next attempt: doubles from the first to the second."""
+_RETRY_S = 1.0
+"""Pause after a delivery that did not arrive."""
 
 
 class Delivery(Protocol):
@@ -42,30 +42,21 @@ class Delivery(Protocol):
 class Link(Generic[M]):
     """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
 
-    A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
-    again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message. `send` starts
-    a delivery and raises like `Delivery.exception`; `on_free` is called in any thread when a delivery has ended.
+    A message whose delivery ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is
+    sent again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message. `send`
+    starts a delivery and raises like `Delivery.exception`; `on_free` is called in any thread when a delivery has ended.
     """
 
     def __init__(
-        self,
-        send: Callable[[M], Delivery],
-        on_free: Callable[[], object] = lambda: None,
-        *,
-        clock: Clock = SYSTEM,
-        deadline_s: float = _DEADLINE_S,
+        self, send: Callable[[M], Delivery], on_free: Callable[[], object] = lambda: None, *, clock: Clock = SYSTEM
     ) -> None:
-        self._send, self._clock, self._deadline_s = send, clock, deadline_s
-        self.on_free = on_free
+        self._send, self._clock, self.on_free = send, clock, on_free
         self._lock = threading.Lock()
         self._sent = 0
         """Number of deliveries so far, and number of the newest one."""
         self._flying: M | None = None
-        """The message of the newest delivery that has not arrived."""
-        self._pausing = False
-        """Whether the newest message is sent again at `_again_at`."""
-        self._sent_at = self._again_at = 0.0
-        self._pause_s = _RETRY_S
+        """The message of the newest delivery that has not arrived, which is sent again at `_again_at`."""
+        self._again_at = 0.0
         self.failed: BaseException | None = None
         """Why the consumer is gone for good; None while it is not. A failed link stays failed: make a new one."""
         self._retries = self._rejected = 0
@@ -73,9 +64,7 @@ class Link(Generic[M]):
     @property
     def is_free(self) -> bool:
         """Whether a message can be sent now, or has to be sent again."""
-        if self.failed is not None or self._flying is None:
-            return self.failed is None
-        return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
+        return self.failed is None and (self._flying is None or self._clock.now() >= self._again_at)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
         """Send the result of `make`, which is called only when its message can be sent, and returns None if there is
@@ -83,13 +72,11 @@ class Link(Generic[M]):
         with self._lock:
             if not self.is_free:
                 return False
-            if self._flying is not None and not self._pausing:
-                self._send_again_later()
-                return False
+            self._retries += self._flying is not None
             message = self._flying if self._flying is not None else make()
             if message is None:
                 return False
-            self._flying, self._pausing, self._sent_at = message, False, self._clock.now()
+            self._flying, self._again_at = message, self._clock.now() + _DEADLINE_S
             self._sent += 1
             number = self._sent
         # Outside the lock: a delivery that is done already calls back at once, in this thread.
@@ -102,7 +89,7 @@ class Link(Generic[M]):
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """For status displays: why the link has ended, deliveries that did not arrive, messages that were rejected."""
+        """For status displays: why the link has ended, messages that were sent again, and those that were rejected."""
         return {
             "failed": "" if self.failed is None else str(self.failed) or type(self.failed).__name__,
             "retries": self._retries,
@@ -117,30 +104,22 @@ class Link(Generic[M]):
         self._end(number, error)
 
     def _end(self, number: int, error: BaseException | None) -> None:
-        """Handle the end of a delivery. One that was given up before is ignored."""
+        """Handle the end of a delivery, unless its message was sent again meanwhile."""
         with self._lock:
-            if number != self._sent or self._flying is None or self._pausing:
+            if number != self._sent:
                 return
             if isinstance(error, ActorUnavailableError | CallTimeoutError):
-                self._send_again_later()
+                self._again_at = self._clock.now() + _RETRY_S
+            elif isinstance(error, ActorLostError):
+                self.failed, self._flying = error, None
             else:
-                self._settle(error)
+                self._flying = None
+                if error is not None and not self._rejected:
+                    logger.warning(
+                        "a consumer does not take what it is sent; further cases are only counted: %s", error
+                    )
+                self._rejected += error is not None
         self.on_free()
-
-    def _settle(self, error: BaseException | None) -> None:
-        """Mark the newest delivery as arrived, or as lost for good."""
-        self._flying, self._pause_s = None, _RETRY_S
-        if isinstance(error, ActorLostError):
-            self.failed = error
-        elif error is not None:
-            if not self._rejected:
-                logger.warning("a consumer does not take what it is sent; further cases are only counted: %s", error)
-            self._rejected += 1
-
-    def _send_again_later(self) -> None:
-        self._pausing, self._again_at = True, self._clock.now() + self._pause_s
-        self._retries += 1
-        self._pause_s = min(2.0 * self._pause_s, _RETRY_MAX_S)
 
 
 _DELIVERED: Future[None] = Future()

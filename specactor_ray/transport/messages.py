@@ -76,28 +76,13 @@ class CommitBatch:
     session: int = 0
 
 
-class Branches(NamedTuple):
-    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, other tokens."""
-
-    tails: np.ndarray
-    """int32 `(m,)`, as `ats` and `lengths`: ascending indices of tails; places from 0 to the tail's length; numbers of
-    tokens, at least 1."""
-    ats: np.ndarray
-    lengths: np.ndarray
-    tokens: np.ndarray
-    """int32 `(sum of lengths,)`, branch by branch."""
-
-
-NO_BRANCHES = Branches(*[np.frombuffer(b"", np.int32)] * 4)
-"""Read-only, like the arrays of messages that an inbox has accepted."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TailBatch:
     """Drafter → verifier: draft tokens for request `rows[i]` after the committed prefix of length `bases[i]`.
 
-    A tail is always the whole unverified tail, with its branches. It replaces an earlier one, unless that has a newer
-    base, or the same base and more tokens. An empty tail means that the drafter has the prefix up to its base, and no
+    A tail is always the whole unverified tail. Several tails of a request follow one another, the one to verify first;
+    the others replace it where committed tokens refute it. They replace earlier tails, unless these have a newer base,
+    or the same base and a longer first tail. An empty tail means that the drafter has the prefix up to its base, and no
     draft.
     """
 
@@ -109,7 +94,6 @@ class TailBatch:
     lengths: np.ndarray
     tokens: np.ndarray
     """int32, the tokens of all tails one after the other."""
-    branches: Branches = NO_BRANCHES
     token_s: float = 0.0
     """Seconds in which a model drafts one token for each of its requests, at its present load; 0 if unknown."""
     lost: tuple[tuple[int, int], ...] = ()

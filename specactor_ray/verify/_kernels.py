@@ -15,17 +15,15 @@ import numpy as np
 from specactor_ray.core.jit import kernel
 
 _jit: Any = kernel()
-_inlined: Any = kernel(inline="always")
-"""Decorator for parts of a loop over rows: a call, which counts references to arrays, takes longer than the work."""
 
 FREE = -1
-"""Value for no branch, and for no seat."""
-REFUTED, ON_ARRIVAL, AT_COMMIT = range(6, 9)
+"""Value for no seat."""
+REFUTED, RESCUED = 6, 7
+"""Places in `COUNTS`."""
 
 Planes = namedtuple(
     "Planes",
-    "generation committed output steps assigned base tail length branch_at branch_length branch_tail method evidence "
-    "drafts counts reached",
+    "generation committed output steps assigned base tail length method evidence drafts counts reached",
 )
 """Arrays of `table.RequestTable`, named here so that numba's cache detects a change."""
 
@@ -58,131 +56,62 @@ def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
 
 
 @_jit
-def take_tails(
-    seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
-    owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
-) -> Any:  # fmt: skip
-    """See `RequestTable.take`; `owners` to `branch_tokens` are the branches.
-
-    A tail is compared with the committed tokens. If all of them agree, the rest is usable; else the longest branch that
-    agrees takes its place. A tail is dropped if it claims more committed tokens than there are, has no tokens left, or
-    is older or shorter than the present tail: by base, then by the rest of the main chain.
-    """
-    generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
-    flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
-    unknown, end, last, at_last = np.zeros(len(rows), np.bool_), 0, 0, 0
+def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+    """See `RequestTable.take`. Of the tails of a request, those that agree with the committed tokens and reach past
+    them are kept, in order. All are dropped if they claim more committed tokens than there are, or if the first one is
+    older or shorter than the present one: by base, then by its rest."""
+    generation, committed, output = table.generation, table.committed, table.output
+    base, length, tail, places, window = table.base, table.length, table.tail, table.tail.shape[2], table.tail.shape[3]
+    unknown, end, place = np.zeros(len(rows), np.bool_), 0, 0
     for i in range(len(rows)):
-        row, first, size, b, at = rows[i], end, lengths[i], last, at_last
+        row, first, size = rows[i], end, lengths[i]
         end += size
-        while last < len(owners) and owners[last] == i:
-            at_last += sizes[last]
-            last += 1
+        is_first = i == 0 or row != rows[i - 1]
+        place = 0 if is_first else place
         if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
             unknown[i] = True
             continue
-        behind = committed[row] - bases[i]
-        if behind < 0 or bases[i] < base[seat, row]:
+        behind, right = committed[row] - bases[i], 0
+        if behind < 0 or bases[i] < base[seat, row] or place == places:
             continue
-        known, truth = min(behind, size), (table.output, row, bases[i])
-        right = _agreed(tokens, first, truth, known)
-        left, best = size - behind if right == known else 0, FREE
-        if left <= 0:
-            table.counts[REFUTED] += right < known
-            best, place = _rescuer(ats, sizes, branch_tokens, b, last, at, 0, right, truth, behind)
-            left = sizes[best] - (behind - right) if best != FREE else 0
-        if behind > 0 and left == 0:
-            continue
-        if bases[i] == base[seat, row] and left < length[seat, row]:
-            continue
-        left = min(left, window)
-        base[seat, row], length[seat, row] = bases[i], left
-        if best != FREE:
-            table.counts[ON_ARRIVAL] += 1
-            b = last  # no other branch agrees
+        known = min(behind, size)
+        while right < known and tokens[first + right] == output[row, bases[i] + right]:
+            right += 1
+        table.counts[REFUTED] += is_first and right < known
+        left = min(size - behind, window) if right == behind else 0
+        if place == 0:
+            is_older = bases[i] == base[seat, row] and left < length[seat, row, 0]
+            if is_older or (left == 0 and behind > 0):
+                continue
+            table.counts[RESCUED] += not is_first
+            base[seat, row] = bases[i]
+            for k in range(places):
+                length[seat, row, k] = 0
+        if left > 0:
+            length[seat, row, place] = left
             for k in range(left):
-                tail[seat, row, k] = branch_tokens[place + behind - right + k]
-        else:
-            for k in range(left):
-                tail[seat, row, k] = tokens[first + behind + k]
-        if most > 0:
-            mine = (seat * len(generation) + row) * most
-            _keep(ats, sizes, branch_tokens, b, last, at, behind, left, flat, mine, mine + most, window)
-    return unknown
-
-
-@_inlined
-def _flat(table: Planes) -> Any:
-    """`branch_at`, `branch_length` and `branch_tail` in one dimension."""
-    at, size, tail = table.branch_at, table.branch_length, table.branch_tail
-    return at.reshape(at.size), size.reshape(size.size), tail.reshape(tail.size)
-
-
-@_inlined
-def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
-    """Number of tokens from `first` on, at most `most`, that agree with `truth`: (outputs, row, position)."""
-    (output, row, start), count = truth, 0
-    while count < most and tokens[first + count] == output[row, start + count]:
-        count += 1
-    return count
-
-
-@_inlined
-def _rescuer(
-    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, right: int, truth: Any, count: int
-) -> Any:
-    """The branch that takes the place of a main chain with `right` right tokens of the `count` tokens committed at
-    `truth`: the longest one that leaves the chain there, agrees with all of them and reaches past them.
-
-    `first`, `stride`: begin of the branches' tokens, and their distance (0: consecutive). Returns its number, or
-    `FREE`, and the begin of its tokens.
-    """
-    best, place, more = FREE, 0, count - right
-    output, row, start = truth
-    for b in range(begin, end):
-        is_better = ats[b] == right and sizes[b] > more and (best == FREE or sizes[b] > sizes[best])
-        if is_better and _agreed(tokens, first, (output, row, start + right), more) == more:
-            best, place = b, first
-        first += stride if stride > 0 else sizes[b]
-    return best, place
-
-
-@_inlined
-def _keep(
-    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int,
-    flat: Any, place: int, last: int, window: int,
-) -> None:  # fmt: skip
-    """Keep branches in the places up to `last` that leave a tail in the `left` tokens after its first `behind`, which
-    are committed."""
-    at, size, tail = flat
-    for b in range(begin, end):
-        if behind <= ats[b] <= behind + left and place < last:
-            at[place], size[place] = ats[b] - behind, min(sizes[b], window)
-            for k in range(size[place]):
-                tail[place * window + k] = tokens[first + k]
+                tail[seat, row, place, k] = tokens[first + behind + k]
             place += 1
-        first += sizes[b]
-    for free in range(place, last):
-        at[free] = FREE
+    return unknown
 
 
 @_jit
 def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
-    """Append committed tokens, count verified ones, and compare every tail with the new tokens. Hits and tries of draft
-    tokens are added by (method, row) and by (method, range of positions `bucket[i]`). A branch counts from the token
-    after the commit that chose it."""
+    """Append committed tokens, count verified ones, and keep the tails that agree with the new tokens and reach past
+    them. Hits and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`),
+    those of the first tails only."""
     rows, lengths, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
     length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
-    (at, sizes, branch_tokens), most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
-    first = 0
+    places, window, first = tail.shape[2], tail.shape[3], 0
     counts[0] += len(rows)  # in the order of `COUNTS`
     counts[1] += len(tokens)
     for i in range(len(rows)):
         row, fresh, part = rows[i], lengths[i], bucket[i]
         table.steps[row] += 1
         if seats[i] != FREE:
-            counts[2] += length[seats[i], row]
-            counts[3] += length[seats[i], row] > 0
+            counts[2] += length[seats[i], row, 0]
+            counts[3] += length[seats[i], row, 0] > 0
             counts[4] += drafted[i]
             counts[5] += accepted[i]
             drafts[0, method[seats[i]], row] += drafted[i]
@@ -194,36 +123,28 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
         for seat in range(len(method)):
-            have, kind = length[seat, row], method[seat]
-            if have == 0:
-                continue
-            tested, right = min(have, fresh), 0
-            while right < tested and tail[seat, row, right] == tokens[first + right]:
-                right += 1
-            tried = min(right + 1, tested)
-            evidence[0, kind, row] += right
-            evidence[1, kind, row] += tried
-            all_evidence[0, kind, part] += right
-            all_evidence[1, kind, part] += tried
-            counts[REFUTED] += right < tested
-            left = max(have - fresh, 0) if right == tested else 0
-            for k in range(left):
-                tail[seat, row, k] = tail[seat, row, fresh + k]
-            begin = (seat * len(committed) + row) * most
-            moved = fresh if left > 0 else window + 1  # branches move with the rest of the main chain
-            if left == 0 and most > 0:
-                truth = (output, row, start)
-                best, place = _rescuer(
-                    at, sizes, branch_tokens, begin, begin + most, begin * window, window, right, truth, fresh
-                )
-                if best != FREE:
-                    counts[AT_COMMIT] += 1
-                    left = sizes[best] - (fresh - right)
-                    for k in range(left):
-                        tail[seat, row, k] = branch_tokens[place + fresh - right + k]
-            for b in range(begin, begin + most):
-                at[b] = max(at[b] - moved, FREE)
-            length[seat, row] = left
+            kind, place = method[seat], 0
+            for k in range(places):
+                have, right = length[seat, row, k], 0
+                if have == 0:
+                    break
+                tested = min(have, fresh)
+                while right < tested and tail[seat, row, k, right] == tokens[first + right]:
+                    right += 1
+                if k == 0:
+                    tried = min(right + 1, tested)
+                    evidence[0, kind, row] += right
+                    evidence[1, kind, row] += tried
+                    all_evidence[0, kind, part] += right
+                    all_evidence[1, kind, part] += tried
+                    counts[REFUTED] += right < tested
+                length[seat, row, k] = 0
+                if right == fresh and have > fresh:
+                    counts[RESCUED] += place == 0 and k > 0
+                    length[seat, row, place] = have - fresh
+                    for at in range(have - fresh):
+                        tail[seat, row, place, at] = tail[seat, row, k, fresh + at]
+                    place += 1
         committed[row] = start + fresh
         first += fresh
 

@@ -22,7 +22,7 @@ from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import Branches, CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
@@ -162,7 +162,7 @@ class Drafting:
     ) -> None:
         warm_up()
         self.verifier_id = verifier_id
-        self.inbox = inbox.for_verifier(vocab_size, branches)
+        self.inbox = inbox.for_verifier(vocab_size)
         self.table = RequestTable(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, DrafterSeat] = {}
         self._sessions = itertools.count(1)
@@ -236,7 +236,7 @@ class Drafting:
         if not self._seats or not len(rows) or self.policy.suspension.is_on:
             return np.full(len(rows), -1, np.int32), NO_DRAFTS
         seats, lengths = self.policy.choose(rows)
-        tokens = self.table.tail[seats, rows][np.arange(self.table.window) < lengths[:, None]]
+        tokens = self.table.tail[seats, rows, 0][np.arange(self.table.window) < lengths[:, None]]
         return seats, Drafts(rows, lengths, tokens)
 
     def keep(self, states: States) -> None:
@@ -269,9 +269,8 @@ def warm_up() -> None:
     zero = np.zeros(2, np.int32)
     table.assigned[0] = True
     policy.plan_rounds(rows)
-    arriving = inbox.for_verifier(1, 2)
-    branches = Branches(zero, zero, zero + 1, zero)
-    arriving.put(TailBatch("", rows, table.generation[rows], zero, zero + 1, zero, branches))
+    arriving = inbox.for_verifier(1)
+    arriving.put(TailBatch("", rows, table.generation[rows], zero, zero + 1, zero))
     for message in arriving.drain():
         table.take(0, message)
     table.commit(Committed(rows, zero + 1, zero, *policy.choose(rows), zero), acceptance)

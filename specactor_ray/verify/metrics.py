@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COUNTS = (
     "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
-    "refuted_tails", "arrival_rescues", "commit_rescues",
+    "refuted_tails", "rescued_tails",
 )  # fmt: skip
 """Indices of `RequestTable.counts`; `StepMetrics` documents them."""
 
@@ -40,10 +40,8 @@ class StepMetrics:
     accepted_tokens: int = 0
     refuted_tails: int = 0
     """Tails that committed tokens refuted, on arrival or at a commit."""
-    arrival_rescues: int = 0
-    """Branches that became the tail when their message arrived."""
-    commit_rescues: int = 0
-    """Branches that became the tail at a commit."""
+    rescued_tails: int = 0
+    """Tails in whose place, when they were refuted or used up, a branch is verified."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     waiting_s: float = 0.0

@@ -233,7 +233,7 @@ class DraftPolicy:
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: usable draft tokens, in C order, which kernels require."""
-        return self.table.length.take(rows, axis=1)
+        return self.table.length[..., 0].take(rows, axis=1)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """`(rows,)`: most draft tokens of each row, which leave room for one token of the target."""

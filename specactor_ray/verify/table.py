@@ -79,16 +79,14 @@ class RequestTable:
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
       `steps` that committed tokens, and bool `begun`: it has been in a step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
-      `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
-      its `length`, 0 where the drafter is not assigned;
-    - by seat, row and branch of a tail with tokens: `branch_at`, tokens of the tail before the branch leaves it,
-      `FREE`: no branch; `branch_length`, and `branch_tail`, `(seats, rows, branches, window)`;
+      `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
+      the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
     - by method and row, so that they outlast a change of the drafter: `evidence`, float64 hits and tries of draft
       tokens; `drafts`, numbers of verified and of right draft tokens;
     - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
-    `window` and `branches`: most draft tokens of a request, and most branches of a tail, that are kept.
+    `window` and `branches`: most tokens of a tail, and most tails of a request beside the first one, that are kept.
     """
 
     def __init__(self, window: int, branches: int = 0) -> None:
@@ -97,11 +95,9 @@ class RequestTable:
         self.generation, self.committed, self.limit, self.steps = np.zeros((4, rows), np.int32)
         self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
-        self.told, self.length, self.base = np.zeros((3, seats, rows), np.int32)
-        self.tail = np.zeros((seats, rows, window), np.int32)
-        self.branch_at = np.full((seats, rows, branches), _kernels.FREE, np.int32)
-        self.branch_length = np.zeros((seats, rows, branches), np.int32)
-        self.branch_tail = np.zeros((seats, rows, branches, window), np.int32)
+        self.told, self.base = np.zeros((2, seats, rows), np.int32)
+        self.length = np.zeros((seats, rows, 1 + branches), np.int32)
+        self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
         self.evidence = np.zeros((2, MAX_METHODS, rows))
         self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
@@ -141,6 +137,7 @@ class RequestTable:
         del self.requests[row]
         for name in _RESET:
             getattr(self, name)[..., row] = 0
+        self.length[:, row] = 0
         self._free.append(row)
 
     def fit_seats(self, count: int) -> None:
@@ -163,7 +160,7 @@ class RequestTable:
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
         """Process a `TailBatch`. Returns bool `(n,)`: whether the tail's request is not assigned to the drafter."""
-        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
+        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
         unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
         return unknown
 
@@ -188,7 +185,7 @@ class RequestTable:
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 # Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
 _BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
-_BY_SEAT = ("assigned", "told", "base", "tail", "length", "branch_at", "branch_length", "branch_tail")
+_BY_SEAT = ("assigned", "told", "base", "tail", "length")
 _BY_METHOD = ("evidence", "drafts")
-_RESET = ("generation", "begun", "steps", "assigned", "length", *_BY_METHOD)
+_RESET = ("generation", "begun", "steps", "assigned", *_BY_METHOD)
 """Arrays that are 0 in the row of a new request."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from specactor_ray.config.methods import Traits
 from specactor_ray.draft.proposer import Proposer, Tails
-from specactor_ray.transport.messages import Branches
 
 
 class Liar(Proposer):
@@ -74,17 +73,13 @@ class Forker(Liar):
         return super().commit(slots, starts, lengths, tokens)
 
     def tails(self, slots: np.ndarray) -> Tails:
-        bases, tails, branches = [], [], []
-        for number, slot in enumerate(slots.tolist()):
+        counts = np.array([self._rng.randint(1, 1 + self.most) for _ in slots], np.int32)
+        bases, tails = [], []
+        for slot in np.repeat(slots, counts).tolist():
             output = self._outputs[slot]
             bases.append(self._rng.randint(max(len(output) - 3, 0), len(output)))
             tails.append(self._line(slot, bases[-1])[: self._rng.randrange(7)])
-            for _ in range(self._rng.randint(0, self.most)):
-                at = self._rng.randint(0, len(tails[-1]))
-                branches.append((number, at, self._line(slot, bases[-1] + at)))
-        columns = [np.array(column, np.int32) for column in ([b[0] for b in branches], [b[1] for b in branches])]
-        found = Branches(*columns, *_ragged([b[2] for b in branches]))
-        return Tails(np.array(bases, np.int32), *_ragged(tails), found)
+        return Tails(np.array(bases, np.int32), *_ragged(tails), counts)
 
     def _line(self, slot: int, begin: int) -> list[int]:
         """The output from here on, which soon goes on as it never did."""

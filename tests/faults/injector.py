@@ -17,7 +17,7 @@ import numpy as np
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.simulation.network import Node, VirtualActor
-from specactor_ray.transport.messages import Branches, TailBatch
+from specactor_ray.transport.messages import TailBatch
 from tests.faults.network import LinkFaults
 
 if TYPE_CHECKING:
@@ -259,9 +259,7 @@ class Injector:
         names = [one.name for one in self._alive()]
         if rng.random() < 0.2:
             return rng.choice(strange)
-        values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(5))]
-        branches = Branches(*(self._strange_array() for _ in range(4)))
-        return TailBatch(*values, branches, self._strange_array())  # type: ignore[arg-type]
+        return TailBatch(rng.choice(names), *(self._strange_array() for _ in range(6)))
 
     def _strange_array(self) -> Any:
         """Wrong in its type, its length, or its values; now and then in order."""

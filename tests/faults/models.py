@@ -16,10 +16,6 @@ from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
-from specactor_ray.transport.messages import NO_BRANCHES, Branches
-
-_NONSENSE_BRANCHES = 4
-"""Branches of a nonsense tail."""
 
 
 @dataclass
@@ -65,10 +61,8 @@ class FaultyHost(SimulatedHost):
             found = tails(slots)
             if self._actor.name not in self._faults.corrupt:
                 return found
-            tokens, branches = self._nonsense(len(found.tokens)), NO_BRANCHES
-            if proposer.branches.most:
-                branches = self._branches(len(slots))
-            return found._replace(tokens=tokens, branches=branches)
+            nonsense = [int(self._network.rng.random() * 2e9) - 10**9 for _ in found.tokens]
+            return found._replace(tokens=np.array(nonsense, np.int32))
 
         proposer.tails = faulty_tails
         return proposer
@@ -84,12 +78,3 @@ class FaultyHost(SimulatedHost):
                 if kind == "crash":
                     self._network.kill(self._actor)
                 self._clock.sleep(float("inf"))
-
-    def _branches(self, tails: int) -> Branches:
-        """Branches at arbitrary places."""
-        owners = np.repeat(np.arange(tails, dtype=np.int32), _NONSENSE_BRANCHES)
-        ats = np.array([int(self._network.rng.random() * 12) - 2 for _ in owners], np.int32)
-        return Branches(owners, ats, np.ones_like(owners), self._nonsense(len(owners)))
-
-    def _nonsense(self, count: int) -> np.ndarray:
-        return np.array([int(self._network.rng.random() * 2e9) - 10**9 for _ in range(count)], np.int32)

@@ -80,11 +80,8 @@ def requests_of(count: int, seed: int) -> list[Request]:
 
 def drafts(drafter: ModelProposer, slots: int) -> list[Any]:
     """Tails and branches of all slots."""
-    found = drafter.tails(np.arange(slots, dtype=np.int32))
-    tails = [(base, tokens) for base, tokens in found.rows()]
-    parts = np.split(found.branches.tokens, np.cumsum(found.branches.lengths)[:-1])
-    columns = found.branches.tails.tolist(), found.branches.ats.tolist(), [part.tolist() for part in parts]
-    return [tails, sorted(zip(*columns, strict=False))]
+    found = [list(drafter.tails(np.array([slot])).rows()) for slot in range(slots)]
+    return [[tail for tail, *_ in found], [sorted(branches) for _, *branches in found]]
 
 
 @MAKERS

@@ -86,9 +86,10 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
         pass
     assert budgets[0] == 0 < budgets[-1], "the price of a forward is known"
     for start in range(20):
-        bases, lengths, tokens, _ = loop.proposer.tails(np.arange(2, dtype=np.int32))
-        assert bases.tolist() == [start, start] and lengths.tolist() == [6, 6]
-        wrong = ((tokens[[0, 6]] + 1) % 500).tolist()
+        bases, lengths, tokens, counts = loop.proposer.tails(np.arange(2, dtype=np.int32))
+        firsts = np.cumsum(counts) - counts
+        assert bases[firsts].tolist() == [start, start] and lengths[firsts].tolist() == [6, 6]
+        wrong = ((tokens[(np.cumsum(lengths) - lengths)[firsts]] + 1) % 500).tolist()
         loop.deliver(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]))
         end = len(rows) + 100
         while loop.run_once():
@@ -99,9 +100,7 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
         assert 0 < many < 0.1 * len(rows), "a row costs as much as it brings, and more is tried once in a while"
     else:
         assert many > 0.3 * len(rows), "further rows are nearly free"
-        assert any(len(batch.branches.tails) for batch in told)
-    sent = [batch for batch in told if len(batch.branches.tails)]
-    assert all(set(batch.branches.tails.tolist()) <= set(range(len(batch.rows))) for batch in sent)
+        assert any(len(batch.rows) > len(set(batch.rows.tolist())) for batch in told), "branches are sent"
 
 
 # ---- requests ----

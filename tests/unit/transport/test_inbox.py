@@ -11,15 +11,12 @@ import pytest
 
 from specactor_ray.transport import inbox
 from specactor_ray.transport.inbox import MOST_WAITING, UNKNOWN
-from specactor_ray.transport.messages import Branches, CommitBatch, TailBatch
+from specactor_ray.transport.messages import CommitBatch, TailBatch
 from tests.unit.verify.tables import ints
 
-VOCAB, BRANCHES = 100, 2
+VOCAB = 100
 HUGE = 1 << 21
-TAIL = TailBatch(
-    "d", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]),
-    Branches(ints([0, 0, 1]), ints([2, 0, 1]), ints([1, 2, 1]), ints([5, 6, 7, 99])), 0.01, ((3, 7),),
-)  # fmt: skip
+TAIL = TailBatch("d", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]), 0.01, ((3, 7),))
 COMMIT = CommitBatch("v", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]))
 
 
@@ -52,22 +49,6 @@ BAD_LENGTHS = (*BAD_ARRAYS, ints([3, -1]), ints([1, 1]), ints([2, 2]), ints([2**
 BAD_TOKENS = (None, ints([1, 2]), ints([1, 2, 3, 4]), ints([1, 2, VOCAB]), ints([1, -1, 2]))
 BAD_IDS = (None, b"r", "r" * 5000)
 BAD_SECONDS = (None, True, float("nan"), float("inf"), -1.0, 10**400)
-BAD_BRANCHES = (
-    None,
-    (),
-    tuple(TAIL.branches),
-    tuple.__new__(Branches, TAIL.branches[:3]),
-    *(
-        TAIL.branches._replace(**{name: bad})
-        for name, values in {
-            "tails": (ints([0, 1, 0]), ints([0, 0, 0]), ints([-1, 0, 1]), ints([0, 0, 2]), ints([0, 0])),
-            "ats": (ints([3, 0, 1]), ints([2, -1, 1]), ints([2, 0, 2]), ints([2, 0]), [2, 0, 1]),
-            "lengths": (ints([0, 3, 1]), ints([-1, 4, 1]), ints([1, 2, 2]), ints([2**31 - 1] * 3), ints([1, 2])),
-            "tokens": (ints([5, 6, 7]), ints([5, 6, 7, VOCAB]), ints([5, -1, 7, 8]), np.array([5, 6, 7, 8]), None),
-        }.items()
-        for bad in values
-    ),
-)
 BAD_HANDLES = (None, [(3, 7)], ((3, 7, 1),), ([3, 7],), ((HUGE, 7),), ((3, 7.0),))
 
 
@@ -86,7 +67,6 @@ FOR_VERIFIER = [
     *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
     *malformed(TAIL, bases=(*BAD_ARRAYS, ints([2**31 - 2, 0]))),
     *malformed(TAIL, lengths=BAD_LENGTHS, tokens=BAD_TOKENS, token_s=BAD_SECONDS, lost=BAD_HANDLES),
-    *malformed(TAIL, branches=BAD_BRANCHES),
     *others(COMMIT, object.__new__(TailBatch)),
 ]
 FOR_DRAFTER = [
@@ -99,7 +79,7 @@ EMPTY = TailBatch("d", *[ints([])] * 5)
 
 @pytest.mark.parametrize("message", FOR_VERIFIER)
 def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
-    check_drops(inbox.for_verifier(VOCAB, BRANCHES), TAIL, message, EMPTY)
+    check_drops(inbox.for_verifier(VOCAB), TAIL, message, EMPTY)
 
 
 @pytest.mark.parametrize("message", FOR_DRAFTER)
@@ -133,7 +113,7 @@ def test_malformed_messages_count_for_their_sender_and_the_first_is_logged(caplo
 
 
 def test_what_is_counted_is_bounded_whatever_senders_call_themselves() -> None:
-    box = inbox.for_verifier(VOCAB, BRANCHES)
+    box = inbox.for_verifier(VOCAB)
     for number in range(2500):
         box.put(dataclasses.replace(TAIL, drafter_id=f"d{number}", token_s=-1.0))
     counts = box.snapshot()["malformed"]
@@ -141,7 +121,7 @@ def test_what_is_counted_is_bounded_whatever_senders_call_themselves() -> None:
 
 
 def test_messages_wait_sender_by_sender_and_a_sender_that_floods_loses_only_its_own() -> None:
-    box, calm = inbox.for_verifier(VOCAB, BRANCHES), dataclasses.replace(TAIL, drafter_id="calm")
+    box, calm = inbox.for_verifier(VOCAB), dataclasses.replace(TAIL, drafter_id="calm")
     box.put(calm)
     for number in range(1000):
         box.put(dataclasses.replace(TAIL, token_s=number))

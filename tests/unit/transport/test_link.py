@@ -67,41 +67,35 @@ def test_a_consumer_that_is_gone_for_good_is_sent_nothing_more(text: str, shown:
 
 
 @pytest.mark.parametrize("error", [ActorUnavailableError("away"), CallTimeoutError("late")])
-def test_what_did_not_arrive_is_sent_again_as_it_was_after_pauses_that_double(error: Exception) -> None:
+def test_what_did_not_arrive_is_sent_again_as_it_was_after_a_pause(error: Exception) -> None:
     wire = Wire()
     wire.offer("one")
-    for pause_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0):
+    for _ in range(8):
         wire.futures[-1].set_exception(error)
-        wire.clock.seconds += pause_s - 0.01
+        wire.clock.seconds += 0.99
         assert wire.link.failed is None and not wire.link.is_free and not wire.link.offer(unasked)
         wire.clock.seconds += 0.02
         assert wire.link.is_free and wire.link.offer(unasked)
     assert wire.sent == ["one"] * 9 and wire.freed == 8
     wire.futures[-1].set_result(None)
     assert wire.offer("two") and wire.link.snapshot() == {**CALM, "retries": 8}
-    wire.futures[-1].set_exception(error)
-    wire.clock.seconds += 0.11
-    assert wire.link.offer(unasked), "an arrival resets the pause"
 
 
 def test_a_delivery_past_its_deadline_is_given_up_and_its_late_end_disturbs_nothing() -> None:
     wire = Wire()
     wire.offer("one")
     wire.clock.seconds = 9.9
-    assert not wire.link.is_free
+    assert not wire.link.is_free and not wire.link.offer(unasked)
     wire.clock.seconds = 10.0
-    assert wire.link.is_free and not wire.link.offer(unasked) and not wire.link.is_free, "a pause comes first"
-    wire.clock.seconds = 10.1
-    assert wire.link.offer(unasked) and wire.sent == ["one", "one"]
+    assert wire.link.is_free and wire.link.offer(unasked) and wire.sent == ["one", "one"]
     wire.futures[0].set_exception(ActorLostError("that was about an earlier one"))
     assert wire.link.failed is None and not wire.freed
     assert not wire.link.offer(unasked), "the end of the first says nothing about the second"
     wire.futures[1].set_result(None)
     assert wire.offer("two") and wire.link.snapshot()["retries"] == 1
     wire.clock.seconds = 30.0
-    assert not wire.link.offer(unasked)
-    wire.futures[2].set_exception(ActorLostError("too late"))
-    assert wire.link.failed is None, "given up already"
+    wire.futures[2].set_result(None)
+    assert wire.offer("three") and wire.link.snapshot()["retries"] == 1, "late, but before it was sent again"
 
 
 def test_a_message_that_the_consumer_rejects_is_dropped_and_the_link_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +120,7 @@ def test_a_send_that_raises_is_a_delivery_that_failed() -> None:
 
     link = Link(broken, clock=clock)
     assert link.offer(lambda: "one") and not link.offer(unasked)
-    clock.seconds = 1.0
+    clock.seconds = 1.1
     assert link.offer(unasked) and link.snapshot() == {**CALM, "retries": 1, "rejected": 1}
     assert link.offer(lambda: "two") and isinstance(link.failed, ActorLostError)
 
@@ -138,10 +132,11 @@ def test_within_a_process_a_message_is_there_when_offer_returns() -> None:
     assert taken == ["one", "free", "two", "free"] and link.snapshot() == CALM
 
 
-def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
+def test_deliveries_never_overlap_and_the_newest_state_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deliveries of four threads, some of which fail: the consumer gets all parts, one after the other."""
     lock, overlaps, heard, told = threading.Lock(), [], [0], 0
     total, arrived = 2000, threading.Semaphore(0)
+    monkeypatch.setattr("specactor_ray.transport.link._DEADLINE_S", 1e12)
     clock = HandClock(tick_s=10.0)  # longer than a pause: what failed is sent again by the next offer
 
     def deliver(part: tuple[int, int]) -> None:
@@ -160,9 +155,7 @@ def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
         return part if part[0] < part[1] else None
 
     with ThreadPoolExecutor(max_workers=4) as pool:
-        link: Link[tuple[int, int]] = Link(
-            lambda part: pool.submit(deliver, part), arrived.release, clock=clock, deadline_s=1e12
-        )
+        link: Link[tuple[int, int]] = Link(lambda part: pool.submit(deliver, part), arrived.release, clock=clock)
         for known in range(1, total + 1):
             link.offer(functools.partial(make, known))
         while heard[0] < total:

@@ -9,20 +9,18 @@ import numpy as np
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import Branches, TailBatch
+from specactor_ray.transport.messages import TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.table import Acceptance, RequestTable
 
 
 class Claim(NamedTuple):
-    """What a drafter says of one request."""
+    """What a drafter says of one request: one of its tails."""
 
     row: int
     generation: int
     base: int
     tokens: tuple[int, ...]
-    branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Where they leave the tail, and their tokens."""
 
 
 def request(name: str, committed: Sequence[int] = (), max_tokens: int = 1000) -> TargetRequest:
@@ -41,27 +39,13 @@ def batch(claims: Sequence[Claim]) -> TailBatch:
         ints([claim.base for claim in claims]),
         ints([len(claim.tokens) for claim in claims]),
         ints([token for claim in claims for token in claim.tokens]),
-        Branches(
-            ints([number for number, claim in enumerate(claims) for _ in claim.branches]),
-            ints([at for claim in claims for at, _ in claim.branches]),
-            ints([len(tokens) for claim in claims for _, tokens in claim.branches]),
-            ints([token for claim in claims for _, tokens in claim.branches for token in tokens]),
-        ),
     )
 
 
-def say(
-    table: RequestTable,
-    seat: int,
-    row: int,
-    *tokens: int,
-    base: int | None = None,
-    branches: Sequence[tuple[int, tuple[int, ...]]] = (),
-) -> None:
+def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None) -> None:
     """A drafter says its tail of a request."""
     at = int(table.committed[row]) if base is None else base
-    claim = Claim(row, int(table.generation[row]), at, tokens, tuple(branches))
-    table.take(seat, batch([claim]))
+    table.take(seat, batch([Claim(row, int(table.generation[row]), at, tokens)]))
 
 
 EVIDENCE = ("hits", "tries")

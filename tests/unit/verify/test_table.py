@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import pytest
 
-from specactor_ray.verify._kernels import FREE, REFUTED
+from specactor_ray.verify._kernels import REFUTED
 from specactor_ray.verify.metrics import COUNTS
 from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
-OUTCOMES = ("refuted", "rescued on arrival", "rescued at commit")
-"""The last of `RequestTable.counts`."""
-USUAL = {"unknown", "ahead", "stale", "kept", "truncated", "used up", "refuted", "rescued"}
+USUAL = {"unknown", "ahead", "stale", "kept", "empty", "used up", "refuted", "one too many"}
 """What becomes of claims, and often enough."""
-Branch = tuple[int, tuple[int, ...]]
 
 
 @dataclass
 class Held:
     """What is known of a (drafter, request)."""
 
-    tail: tuple[int, ...] = ()
+    tails: list[tuple[int, ...]] = field(default_factory=list)
     base: int = -1
     told: int = -1
-    branches: tuple[Branch, ...] = ()
-
-    def hold(self, chain: tuple[int, ...], branches: Sequence[Branch], new: Sequence[int]) -> str:
-        """Hold a tail and its branches against new tokens: what becomes of it, and the branch that agrees."""
-        right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chain, new, strict=False))))
-        if right == len(new) < len(chain):
-            self.tail = chain[len(new) :]
-            self.branches = tuple((at - len(new), tokens) for at, tokens in branches if at >= len(new))
-            return "kept"
-        others = [chain[:at] + tokens for at, tokens in branches if at == right]
-        agreeing = [other[len(new) :] for other in others if list(other[: len(new)]) == list(new)]
-        self.tail, self.branches = max(agreeing, key=len, default=()), ()
-        refuted = right < min(len(chain), len(new))
-        return "rescued" + " refuted" * refuted if self.tail else "refuted" if refuted else "used up"
 
 
 @dataclass
@@ -58,6 +41,11 @@ class Known:
     evidence: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
 
+def agrees(tail: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether no token contradicts what became final in its place."""
+    return all(one == other for one, other in zip(tail, new, strict=False))
+
+
 class Naive:
     """The table's rules on lists."""
 
@@ -67,8 +55,18 @@ class Naive:
         self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
         self.outcomes = Counter[str]()
 
-    def take(self, seat: int, claim: Claim) -> str:
-        """What becomes of a claim."""
+    def take(self, seat: int, claims: Sequence[Claim]) -> list[str]:
+        """What becomes of the claims of one message."""
+        fates = list[str]()
+        for _, tails in itertools.groupby(claims, lambda claim: claim.row):
+            kept = 0
+            for number, claim in enumerate(tails):
+                fates.append(self.keep(seat, claim, kept, number == 0))
+                kept += fates[-1] == "kept"
+        return fates
+
+    def keep(self, seat: int, claim: Claim, kept: int, is_first: bool) -> str:
+        """What becomes of a claim, after `kept` others of its request in the message."""
         known = self.rows.get(claim.row)
         if known is None or known.generation != claim.generation or seat not in known.held:
             return "unknown"
@@ -77,19 +75,20 @@ class Naive:
             return "ahead"
         if claim.base < held.base:
             return "stale"
-        new = Held(base=claim.base, told=held.told)
-        fate = new.hold(claim.tokens, claim.branches, past)
-        self.outcomes["refuted"] += "refuted" in fate
-        if past and not new.tail:
-            return fate
-        if claim.base == held.base and len(new.tail) < len(held.tail):
-            return "smaller"
-        self.outcomes["rescued on arrival"] += "rescued" in fate
-        is_truncated = len(new.tail) > WINDOW
-        new.tail = new.tail[:WINDOW]
-        new.branches = tuple((at, tokens[:WINDOW]) for at, tokens in new.branches if at <= len(new.tail))[:BRANCHES]
-        known.held[seat] = new
-        return "truncated" if is_truncated else fate
+        if kept > BRANCHES:
+            return "one too many"
+        is_right = agrees(claim.tokens, past)
+        self.outcomes["refuted"] += is_first and not is_right
+        tail = claim.tokens[len(past) :][:WINDOW] if is_right else ()
+        if not tail and (past or kept):
+            return "used up" if is_right else "refuted"
+        if not kept:
+            if claim.base == held.base and held.tails and len(tail) < len(held.tails[0]):
+                return "shorter"
+            self.outcomes["rescued"] += not is_first
+            held.base, held.tails = claim.base, []
+        held.tails += [tail] * bool(tail)
+        return "kept" if tail else "empty"
 
     def commit(self, fresh: dict[int, list[int]]) -> None:
         for row, tokens in fresh.items():
@@ -97,15 +96,17 @@ class Naive:
             bucket = max(0, len(known.output).bit_length() - 6)
             known.output = known.output + tokens
             for seat, held in known.held.items():
-                pairs = list(zip(held.tail, tokens, strict=False))
+                if not held.tails:
+                    continue
+                pairs = list(zip(held.tails[0], tokens, strict=False))
                 right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
                     counts["hits"] += right
                     counts["tries"] += min(right + 1, len(pairs))
-                if held.tail:
-                    fate = held.hold(held.tail, held.branches, tokens)
-                    self.outcomes["refuted"] += "refuted" in fate
-                    self.outcomes["rescued at commit"] += "rescued" in fate
+                left = [tail[len(tokens) :] if agrees(tail, tokens) else () for tail in held.tails]
+                self.outcomes["refuted"] += right < len(pairs)
+                self.outcomes["rescued"] += not left[0] and any(left)
+                held.tails = [tail for tail in left if tail]
 
 
 class Pair:
@@ -114,7 +115,7 @@ class Pair:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.table, self.acceptance, self.naive = RequestTable(WINDOW, BRANCHES), Acceptance(), Naive()
-        self.said: dict[int, list[Claim]] = defaultdict(list)
+        self.said: dict[int, list[list[Claim]]] = defaultdict(list)
         self.opened, self.fates = 0, set[str]()
 
     def act(self) -> None:
@@ -158,34 +159,34 @@ class Pair:
     def pairs(self) -> list[tuple[int, int]]:
         return [(seat, row) for row, known in self.naive.rows.items() for seat in known.held]
 
-    def claim(self, seat: int) -> Claim:
+    def claims(self, seat: int) -> list[Claim]:
+        """Tails of one request."""
         rng = self.rng
         mine = [row for row, known in self.naive.rows.items() if seat in known.held]
         row = rng.choice(mine) if mine and rng.random() < 0.9 else rng.randrange(-1, 140)
         known = self.naive.rows.get(row, Known(7, [0, 1]))
         base = max(0, len(known.output) - rng.choice([-1, 0, 0, 0, 0, 1, 2, 5]))
-        tokens = known.output[base:] + [rng.randrange(VOCAB) for _ in range(rng.randrange(WINDOW + 3))]
-        if tokens and rng.random() < 0.2:
-            tokens[rng.randrange(len(tokens))] = rng.randrange(VOCAB)
-        tokens = tokens[: rng.randrange(12)]
-        branches = []
-        for _ in range(rng.randrange(BRANCHES + 2)):
-            at = rng.randint(0, len(tokens))
-            other = known.output[base + at :] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, WINDOW + 1))]
-            if rng.random() < 0.3:
-                other[rng.randrange(len(other))] = rng.randrange(VOCAB)
-            branches.append((at, tuple(other[: rng.randint(1, 12)])))
-        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens), tuple(branches))
+        generation = known.generation + (rng.random() < 0.05)
+        return [
+            Claim(row, generation, max(0, base - (rng.random() < 0.05)), tuple(self.guess(known.output[base:])))
+            for _ in range(rng.randint(1, 2 * BRANCHES + 2))
+        ]
+
+    def guess(self, past: list[int]) -> list[int]:
+        tokens = past + [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(WINDOW + 3))]
+        if tokens and self.rng.random() < 0.2:
+            tokens[self.rng.randrange(len(tokens))] = self.rng.randrange(VOCAB)
+        return tokens[: self.rng.randrange(12)]
 
     def take(self) -> None:
         if not self.naive.method:
             return
         seat = self.rng.choice([*self.naive.method, *(one for one, _ in self.pairs())])
-        self.said[seat] += [self.claim(seat) for _ in range(self.rng.randrange(5))]
+        self.said[seat] += [self.claims(seat) for _ in range(self.rng.randrange(5))]
         # Lost, repeated, late, and in any order.
         recent = self.said[seat][-12:]
-        claims = self.rng.sample(recent, self.rng.randint(0, min(6, len(recent))))
-        fates = [self.naive.take(seat, claim) for claim in claims]
+        claims = list(itertools.chain(*self.rng.sample(recent, self.rng.randint(0, min(6, len(recent))))))
+        fates = self.naive.take(seat, claims)
         assert self.table.take(seat, batch(claims)).tolist() == [fate == "unknown" for fate in fates]
         self.fates.update(fates)
 
@@ -196,8 +197,7 @@ class Pair:
         fresh = {}
         for row in rows:
             held = self.naive.rows[row].held.values()
-            guesses = [one.tail for one in held]
-            guesses += [one.tail[:at] + tokens for one in held for at, tokens in one.branches]
+            guesses = [tail for one in held for tail in one.tails]
             guessed = list(self.rng.choice(guesses)) if guesses else []
             fresh[row] = [*guessed[: self.rng.randrange(WINDOW + 1)], self.rng.randrange(VOCAB)]
         commit(self.table, self.acceptance, fresh)
@@ -227,24 +227,18 @@ class Pair:
             assert table.generation[row] == known.generation
             assert table.output[row, : table.committed[row]].tolist() == known.output
             for seat, held in known.held.items():
-                tail, *branches = self.chains(seat, row)
-                assert Held(tail, table.base[seat, row], table.told[seat, row], tuple(branches)) == held
+                lengths = table.length[seat, row].tolist()
+                pairs = zip(table.tail[seat, row].tolist(), lengths, strict=True)
+                assert lengths == [*map(len, held.tails), *[0] * (1 + BRANCHES - len(held.tails))]
+                tails = [tuple(tail[:length]) for tail, length in pairs if length]
+                assert Held(tails, table.base[seat, row], table.told[seat, row]) == held
             for method in range(METHODS):
                 for place, name in enumerate(EVIDENCE):
                     assert table.evidence[place, method, row] == known.evidence[method][name]
-        assert table.counts[REFUTED:].tolist() == [naive.outcomes[name] for name in OUTCOMES]
+        assert table.counts[REFUTED:].tolist() == [naive.outcomes["refuted"], naive.outcomes["rescued"]]
         for (method, bucket), counts in naive.overall.items():
             for name, count in counts.items():
                 assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
-
-    def chains(self, seat: int, row: int) -> list[Any]:
-        """The tail that is there, then its branches, as of `Claim`."""
-        table, size = self.table, int(self.table.length[seat, row])
-        chains: list[Any] = [tuple(table.tail[seat, row, :size].tolist())]
-        for b in np.flatnonzero(table.branch_at[seat, row] != FREE).tolist() if size else ():
-            tokens = table.branch_tail[seat, row, b, : table.branch_length[seat, row, b]]
-            chains.append((int(table.branch_at[seat, row, b]), tuple(tokens.tolist())))
-        return chains
 
 
 @pytest.mark.parametrize("seed", range(25))
