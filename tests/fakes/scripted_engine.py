@@ -20,7 +20,6 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import tiny_target
@@ -51,7 +50,7 @@ class ScriptedEngine:
         self.encoding, self.sampling, self.chat = threading.Condition(), SamplingParams(max_tokens=16, seed=5), True
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
-        self.open: set[Handle] = set()
+        self.open: dict[Handle, None] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
         self.error, self.finish_reason = "", "length"
@@ -60,12 +59,10 @@ class ScriptedEngine:
         assert sampling is not None
         if len(self.open) >= self.max_waiting:
             raise OverloadedError("too many requests wait already")
-        if (place := options.pop("place", None)) is not None:
-            sampling = sample_of(sampling, *place)
         self.submitted.append((tuple(prompt), sampling, options))
         engine: Any = self
         handle = Handle(engine, f"request-{len(self.submitted)}", options.get("request_id"))
-        self.open.add(handle)
+        self.open[handle] = None
         task = asyncio.get_running_loop().create_task(self._run(handle, tuple(prompt), sampling))
         self.tasks.add(task)
         return handle
@@ -74,7 +71,7 @@ class ScriptedEngine:
         return [handle for handle in self.open if request_id in (None, handle.request_id)]
 
     def drop(self, handle: Handle) -> None:
-        self.open.discard(handle)
+        self.open.pop(handle, None)
 
     def watch(self, handle: Handle) -> None:
         pass
@@ -95,7 +92,7 @@ class ScriptedEngine:
                 handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
                 at = min(at + self.part, len(tokens))
         reason = "abort" if handle not in self.open else "stop" if stop else self.finish_reason
-        self.open.discard(handle)
+        self.open.pop(handle, None)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         text = text.partition(stop)[0] if stop else text
         ids, logprobs = tuple(tokens[:at]), (-0.5,) * at
