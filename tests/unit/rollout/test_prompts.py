@@ -53,10 +53,9 @@ class TestReading:
 
     @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
     def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
-        assert len(PROMPT_FILES) == 7
         prompts = read_prompts(path)
-        assert len(prompts) == 16
-        assert len({json.dumps(prompt) for prompt in prompts}) == 16
+        assert len(prompts) == (4 if path.stem == "renames" else 16)
+        assert len({json.dumps(prompt) for prompt in prompts}) == len(prompts)
 
 
 class TestErrors:
