@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import math
 import os
 import time
@@ -148,7 +147,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
 def _train(demo: Demo) -> None:
     """A short GRPO run on this machine's cores, in its own run folder: outputs of one line."""
     from specactor_ray.models.loading import load_tokenizer
-    from specactor_ray.runs.training import METRICS_FILE
+    from specactor_ray.runs.training import METRICS_FILE, read_metrics
     from specactor_ray.trainer.run import train
 
     demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to them")
@@ -172,7 +171,7 @@ def _train(demo: Demo) -> None:
         return step_ends[-1] + step_s > 60.0 * demo.minutes - _END_S
 
     outcome = train(config, demo.console, enough=enough)
-    demo.steps += map(json.loads, (outcome.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines())
+    demo.steps += read_metrics(outcome.folder / METRICS_FILE)
     if outcome.status == "interrupted":
         demo.status = "interrupted"
     elif len(demo.steps) < config.trainer.steps:

@@ -343,13 +343,15 @@ _TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": Fal
 _GONE = {
     "plan": "mode=auto searches if `profile` is set; another mode keeps the layout as written.",
     "plan_force": "measure a profile on this machine: specactor profile.",
+    "drafters.N.follow_policy": "leave it out; drafters.N.online teaches an EAGLE head.",
+    "drafters.N.shared_noise": "leave it out; models sample with the target's noise.",
 }
 """Former key → the fix."""
 
 
 def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
-    if prefix + name in _GONE:
-        return ConfigError(name, "this key is gone.", _GONE[name])
+    if (fix := _GONE.get(re.sub(r"\.\d+\.", ".N.", prefix + name))) is not None:
+        return ConfigError(prefix + name, "this key is gone.", fix)
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)

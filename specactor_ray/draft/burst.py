@@ -164,7 +164,7 @@ class _Step(RaggedBatch):
         self.outputs = torch.zeros(LONGEST, rows, runner.feature_size, dtype=runner.dtype, device=device)
         self._features = torch.zeros_like(self.outputs[0])
         # A `RaggedBatch` of these tensors.
-        self.cache, self.shared, self.num_tokens, self.most_queries = cache, None, rows, 1
+        self.cache, self.num_tokens, self.most_queries = cache, rows, 1
         self.most_keys = columns * cache.page_size
         self.counts, self.starts = np.ones(rows, np.int64), np.arange(rows + 1)
         self.slots = torch.zeros(rows, dtype=torch.int64, device=device)

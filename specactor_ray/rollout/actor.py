@@ -87,5 +87,6 @@ class RolloutActor:
         return self._rollout.metrics()
 
     async def close(self) -> None:
-        """End the rollout."""
+        """End the rollout; waiting callers get an error."""
+        self._control.resume()
         await asyncio.to_thread(self._rollout.close)

@@ -118,13 +118,13 @@ class Control:
     async def sleep(self, policy: WeightPolicy) -> None:
         """Free the memory of the verifiers' caches, and on GPUs of their weights, until `wake`. `abort` ends all
         requests, `wait` lets them end. Raises InputError if some remain, held by a pause or by `keep`."""
+        if policy is WeightPolicy.WAIT and not self.is_paused:
+            await _ended(self._engine.running())  # a pause may hold them, so nothing is locked meanwhile
         async with self._changing:
             if self.is_asleep:
                 return
             self.is_asleep, was_paused = True, self.is_paused
             try:
-                if policy is WeightPolicy.WAIT and not was_paused:
-                    await _ended(self._engine.running())
                 await self.pause(policy)
                 await asyncio.to_thread(self._rollout.sleep)
             except BaseException:

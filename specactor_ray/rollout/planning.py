@@ -203,14 +203,14 @@ def resolve_by_profile(config: Config, modes: Sequence[ModeName] = ALL_MODES) ->
     """
     if config.mode is not ModeName.auto or config.profile is None:
         return config, []
-    written = as_decoupled(config)
     try:
-        profile = usable_profile(written)
+        profile = usable_profile(settle(config, existing_devices(config)))
     except ConfigError as error:
         logger.warning("%s Until then mode=auto goes by the devices.", error)
         unplanned = copy.copy(config)
         unplanned.profile = None
         return unplanned, []
+    written = as_decoupled(config)
     plan = make_plan(written, profile, modes)
     resolved = apply_plan(written, plan)
     validate(resolved)

@@ -15,9 +15,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from specactor_ray.cluster.names import new_run_name
-from specactor_ray.config import Config
+from specactor_ray.config import Config, load_config
 from specactor_ray.config.load import save_config
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,19 @@ def save_run_config(config: Config, folder: Path) -> None:
     """
     with run_dir_errors(folder):
         save_config(config, folder / CONFIG_FILE)
+
+
+def saved_config(folder: Path) -> Config:
+    """Configuration of an interrupted run. ConfigError with the file's name if it cannot be read here."""
+    file = folder / CONFIG_FILE
+    fix = "begin a new run under another run.name, or continue with the version that wrote it."
+    try:
+        read_foreign(file)  # refuses what is no regular file
+        return load_config(file)
+    except ConfigError as error:
+        raise ConfigError(str(file), f"{error.key}: {error.problem}", fix) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), f"cannot be read: {error}.", fix) from None
 
 
 def status_of(folder: Path) -> str | None:

@@ -173,6 +173,7 @@ def _run(
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
+            writer.flush()
             done, status = True, "complete"
             if tally.failures.total() == tally.total:
                 status, error = "failed", "every trajectory failed"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config import Config
-from specactor_ray.config.load import load_config, save_config
+from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
@@ -28,6 +28,7 @@ from specactor_ray.runs.folder import (
     lease_unfinished,
     run_dir_errors,
     save_run_config,
+    saved_config,
     status_of,
 )
 
@@ -99,9 +100,8 @@ def open_run(config: Config, tasks: int | None = None, keep_dtype: bool = False)
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
         config.run.name, leases = folder.name, [lease]
-        if found and keep_dtype:
-            with contextlib.suppress(ConfigError):
-                config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
+        if found and keep_dtype and (folder / CONFIG_FILE).exists():
+            config.target.dtype = saved_config(folder).target.dtype
         where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
         if section.dir:
             leases.append(RunLease(where, "checkpoint.dir"))
@@ -172,7 +172,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines():
+    for line in read_foreign(file, _MOST_METRICS_BYTES).split("\n"):
         try:
             if parse_json(line)["step"] > step:
                 break
@@ -185,7 +185,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
     try:
-        return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines()]
+        return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).split("\n") if line]
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read as metrics: {error}") from None
 

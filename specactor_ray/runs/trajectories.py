@@ -13,13 +13,20 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config import Config, load_config
+from specactor_ray.config import Config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import append_json, flush_entry, open_regular, parse_json, read_foreign
+from specactor_ray.core.files import append_json, flush_entry, open_regular, parse_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
-from specactor_ray.runs.folder import CONFIG_FILE, PARTIAL_FILE, TRAJECTORIES_FILE, RunLease, lease_unfinished
+from specactor_ray.runs.folder import (
+    CONFIG_FILE,
+    PARTIAL_FILE,
+    TRAJECTORIES_FILE,
+    RunLease,
+    lease_unfinished,
+    saved_config,
+)
 from specactor_ray.sampling.seeds import derive_seed
 
 _SAME = (
@@ -63,10 +70,13 @@ class TrajectoryWriter:
         self.count += 1
 
     def complete(self) -> None:
-        """Give the file its name, since all trajectories are in it."""
+        """Give the file its name, since all trajectories are in it; `flush` comes before."""
+        os.rename(self.partial, self.path)
+
+    def flush(self) -> None:
+        """Bring all trajectories to the disk."""
         self._drop_half_a_line()
         flush_entry(self.partial)
-        os.rename(self.partial, self.path)
 
     def _drop_half_a_line(self) -> None:
         if self._torn:
@@ -88,7 +98,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         return None
     folder, lease = found
     try:
-        saved = _saved_config(folder / CONFIG_FILE)
+        saved = saved_config(folder)
         if config.target.dtype == AUTO:
             config.target.dtype = saved.target.dtype
         for key in _SAME:
@@ -101,17 +111,6 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         raise
     config.run.name = folder.name
     return found
-
-
-def _saved_config(file: Path) -> Config:
-    fix = "begin a new run under another run.name, or continue with the version that wrote it."
-    try:
-        read_foreign(file)  # refuses what is no regular file
-        return load_config(file)
-    except ConfigError as error:
-        raise ConfigError(str(file), f"{error.key}: {error.problem}", fix) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(file), f"cannot be read: {error}.", fix) from None
 
 
 def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:

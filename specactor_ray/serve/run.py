@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,10 @@ def serving(service: Service, token: str | None = None, host: str = "127.0.0.1",
         server = server_of(service, token)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
+        while not server.started:
+            if not thread.is_alive():
+                raise InputError(f"the server on {host} cannot start; its reason is in the log")
+            time.sleep(0.01)
         try:
             yield url_of(*listener.getsockname()[:2])
         finally:

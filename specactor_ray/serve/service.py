@@ -18,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.metrics import Kind
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.control import Control
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
@@ -31,6 +30,7 @@ from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.rows import refuse_impossible
 
 if TYPE_CHECKING:
+    from specactor_ray.actors.specs import ClusterView
     from specactor_ray.rollout.rollout import Rollout
 
 _SEEDS = 2**63
@@ -41,9 +41,8 @@ _CACHED = 1 << 17
 """Number of tokens whose text is cached."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets of the times in the metrics."""
-_LIVE_S = 20.0
-"""Seconds without progress after which an engine is not live."""
-_LOOK_S = 0.1
+_VIEW_S = 5.0
+"""Longest wait for the controller's view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +126,7 @@ class Service:
         self.control = Control(rollout)
         self._numbers = itertools.count()
         self._is_cut_off = False
+        self._viewing: asyncio.Future[ClusterView] | None = None
 
     # ---- fields of requests ----
 
@@ -241,22 +241,14 @@ class Service:
         self.control.resume()
         self.drop(self.engine.running())
 
-    async def require_live(self) -> None:
-        """Raises Refusal (503) unless the engine commits a token, of any request or of a probe request, or requests are
-        held."""
-        if self.control.is_paused or self.control.is_asleep:
-            return
-        committed = self.rollout.committed_tokens
-        handle = self.engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
+    async def view(self) -> ClusterView:
+        """The controller's view; it is asked once for all callers at a time. Raises Refusal (503) without an answer."""
+        if self._viewing is None or self._viewing.done():
+            self._viewing = asyncio.ensure_future(asyncio.to_thread(self.rollout.view))
         try:
-            for _ in range(round(_LIVE_S / _LOOK_S)):
-                is_answered = handle.done() and not (await handle).error
-                if is_answered or self.rollout.committed_tokens > committed or self.control.is_paused:
-                    return
-                await asyncio.sleep(_LOOK_S)
-        finally:
-            self.engine.drop(handle)
-        raise Refusal("the engine does not answer", 503)
+            return await asyncio.wait_for(asyncio.shield(self._viewing), _VIEW_S)
+        except (TimeoutError, SpecActorError) as error:
+            raise Refusal(f"the controller does not answer {error}".rstrip(), 503) from None
 
     def _require_not_cut_off(self) -> None:
         if self._is_cut_off:

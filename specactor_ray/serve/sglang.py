@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
@@ -66,7 +66,7 @@ async def generate(service: Serving, body: SglangGenerateBody, request: Request)
 def _wanted(service: Service, body: SglangGenerateBody, num_prompt: int) -> Wanted:
     """The seed applies to positions of the whole text, so that an output that was cut off and is resent as part of the
     prompt continues with the same tokens."""
-    given = dict(body.sampling_params or {})
+    given = {"no_stop_trim": False, **(body.sampling_params or {})}
     if given.get("sampling_seed") is not None:
         given.setdefault("first_position", num_prompt)
     if body.return_logprob:
@@ -119,7 +119,8 @@ class SglangForm(Form):
             ids.pop()
         elif not self._special:
             return output.text
-        text = str(self.service.tokenizer.decode(ids, skip_special_tokens=not self._special))
+        tokenizer = self.service.tokenizer
+        text = str(tokenizer.decode(ids)) if self._special else decoded(tokenizer, ids)
         if isinstance(stop, str) and not self._untrimmed and stop in text:
             return text[: text.rfind(stop)]
         return text
@@ -156,8 +157,7 @@ async def server_info(service: Serving) -> dict[str, Any]:
 @router.get("/health_generate")
 async def health_generate(service: Serving) -> dict[str, str]:
     """Some verifier serves, by the controller's health checks."""
-    view = await asyncio.to_thread(service.rollout.view)
-    if not view.verifiers:
+    if not (await service.view()).verifiers:
         raise Refusal("no verifier serves; the controller's log says why", 503)
     return {"status": "ok"}
 

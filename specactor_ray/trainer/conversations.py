@@ -18,6 +18,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
@@ -142,7 +143,7 @@ class Conversations(WorkerPool):
 
     def trajectory(self, episode: Episode) -> Trajectory:
         """An episode as one output."""
-        return episode.trajectory(self._tokenizer.decode(episode.output, skip_special_tokens=True))
+        return episode.trajectory(decoded(self._tokenizer, episode.output))
 
     async def _run(self, rollout: Any, episodes: Sequence[Episode]) -> None:
         room = asyncio.Semaphore(rollout.engine.max_waiting)

@@ -55,6 +55,8 @@ class Experience:
     """Number of trajectories with a reward of their own."""
     turns: int = 0
     """Number of turns of `trajectories`, with an environment."""
+    reward_wait_s: float = 0.0
+    """Seconds between the last output and the last reward."""
     environment_s: float = 0.0
     """Total seconds that conversations waited for their environments."""
     position: tuple[int, int] = (0, 0)
@@ -123,7 +125,10 @@ class ExperienceMaker:
                 sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
                 ended.append((one, self._workers.submit(sample)))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-        return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
+        begin = SYSTEM.now()
+        outputs = [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
+        experience.reward_wait_s += SYSTEM.now() - begin
+        return outputs
 
     def _episodes(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience

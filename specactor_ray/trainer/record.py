@@ -234,15 +234,17 @@ class StepRecorder:
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
         metrics = self._rollout.metrics().since(self._counted)
-        during = "step" if self._config.trainer.max_staleness else "rollout"
+        is_ahead = self._config.trainer.max_staleness > 0
+        during_s = seconds["step"] if is_ahead else seconds["rollout"] - experience.reward_wait_s
         tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {
             "tokens": tokens,
-            "tokens_per_s": tokens / max(seconds[during], 1e-9),
+            "tokens_per_s": tokens / max(during_s, 1e-9),
             "acceptance_length": metrics.acceptance_length,
             "acceptance_rate": metrics.acceptance_rate,
             "supply": metrics.supply,
             "by_method": drafted_by_method(experience.trajectories),
+            "reward_wait_s": experience.reward_wait_s,
             "environment_s": experience.environment_s / max(len(experience.trajectories), 1),
             "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
@@ -258,7 +260,7 @@ class StepRecorder:
                 gap,
             )
         for reason, count in record["failures"]["reward"].items():
-            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
+            logger.warning("step %d: %d samples have no reward: %s", record["step"], count, reason)
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:

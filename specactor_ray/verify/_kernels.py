@@ -58,8 +58,8 @@ def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
 @_jit
 def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
     """See `RequestTable.take`. Of the tails of a request, those that agree with the committed tokens and reach past
-    them are kept, in order. All are dropped if they claim more committed tokens than there are, or if the first one is
-    older or shorter than the present one: by base, then by its rest."""
+    them are kept, in order. All are dropped if they claim more committed tokens than there are, or if the first that
+    agrees is older or shorter than the present one: by base, then by its rest."""
     generation, committed, output = table.generation, table.committed, table.output
     base, length, tail, places, window = table.base, table.length, table.tail, table.tail.shape[2], table.tail.shape[3]
     unknown, end, place = np.zeros(len(rows), np.bool_), 0, 0
@@ -80,8 +80,10 @@ def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any,
         table.counts[REFUTED] += is_first and right < known
         left = min(size - behind, window) if right == behind else 0
         if place == 0:
-            is_older = bases[i] == base[seat, row] and left < length[seat, row, 0]
-            if is_older or (left == 0 and behind > 0):
+            if left == 0 and behind > 0:
+                continue
+            if bases[i] == base[seat, row] and left < length[seat, row, 0]:
+                place = places
                 continue
             table.counts[RESCUED] += not is_first
             base[seat, row] = bases[i]

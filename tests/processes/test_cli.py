@@ -100,7 +100,7 @@ ROLLOUT: dict[str, tuple[list[str], str]] = {
         "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
     ),
     "no profile": (
-        ["plan=auto", "profile=good.jsonl"],
+        ["mode=auto", "profile=good.jsonl"],
         "profile: good.jsonl is no profile of specactor. Fix: measure it again",
     ),
     "no address": (["cluster.address=nonsense"], "cluster.address: 'nonsense' is not the address of a Ray cluster"),

@@ -185,6 +185,13 @@ def test_a_profile_that_does_not_hold_here(
     assert caplog.messages == [f"{refused.value} Until then mode=auto goes by the devices."]
 
 
+def test_a_profile_that_does_not_hold_here_makes_no_layout_impossible(file: Path, tiny_model_dir: Path) -> None:
+    """On GPUs: the layout as written has a draft model on CPU cores, which `mode: auto` gives a GPU."""
+    on_gpus = ["target.gpus=1", "drafters=[{method: draft_model, model: m, dtype: float16}]", "cluster.num_gpus=2"]
+    resolved, _ = resolve_by_profile(auto(file, tiny_model_dir, *on_gpus))
+    assert resolved.profile is None and resolved.mode is ModeName.auto
+
+
 def test_other_weights_of_the_same_shape_are_the_same_model(file: Path, tiny_model_dir: Path) -> None:
     other = json.loads((tiny_model_dir / "config.json").read_text())
     copied = file.parent / "policy-step-30"

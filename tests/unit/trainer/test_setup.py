@@ -15,6 +15,7 @@ import pytest
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
+from specactor_ray.core.files import append_json
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.runs.training import open_run, read_metrics
 from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
@@ -99,7 +100,9 @@ def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
         (folder / "weights" / "model.bin").write_text("w")
 
     run.store.save(replace(run.state, step=steps, position=9), write)
-    run.metrics_file.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, steps + 2)) + '{"step": ')
+    append_json(run.metrics_file, *({"step": s, "note": "a\u2028b"} for s in range(1, steps + 2)))
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": ')
     run.close()
     return config
 

@@ -62,7 +62,7 @@ class Naive:
             kept = 0
             for number, claim in enumerate(tails):
                 fates.append(self.keep(seat, claim, kept, number == 0))
-                kept += fates[-1] == "kept"
+                kept = BRANCHES + 1 if fates[-1] == "shorter" else kept + (fates[-1] == "kept")
         return fates
 
     def keep(self, seat: int, claim: Claim, kept: int, is_first: bool) -> str:
