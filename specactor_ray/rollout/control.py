@@ -123,16 +123,18 @@ class Control:
         async with self._changing:
             if self.is_asleep:
                 return
-            self.is_asleep, was_paused = True, self.is_paused
+            self.is_asleep = True
+            drained = asyncio.wrap_future(self._engine.pause(policy))
             try:
-                await self.pause(policy)
+                if policy is WeightPolicy.ABORT:
+                    await self.abort()
+                await drained
                 await asyncio.to_thread(self._rollout.sleep)
             except BaseException:
                 self.is_asleep = False
                 raise
             finally:
-                if not was_paused:
-                    self.resume()
+                self._engine.resume()
 
     async def wake(self) -> None:
         """End the sleep, if there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -127,3 +128,15 @@ async def test_a_pause_in_front_of_a_sleep_locks_nothing(rollout: FakeRollout, c
     control.resume()
     await sleep
     assert control.is_asleep
+
+
+@controlled
+async def test_a_pause_during_the_begin_of_a_sleep_stays(rollout: FakeRollout, control: Control) -> None:
+    may_sleep = threading.Event()
+    rollout.sleep = may_sleep.wait  # type: ignore[method-assign]
+    sleep = asyncio.create_task(control.sleep(WeightPolicy.ABORT))
+    await begun(sleep)
+    await control.pause(WeightPolicy.KEEP)
+    may_sleep.set()
+    await sleep
+    assert control.is_paused and rollout.holds == 1
