@@ -26,17 +26,20 @@ class Control:
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout, self._engine = rollout, rollout.engine
-        self.is_paused = False
-        """Requests wait until `resume`."""
         self.is_asleep = False
         """The verifiers have no memory until `wake`."""
         self.labels: dict[int, Any] = {}
         """Version of the weights → the trainer's name for it."""
-        self._resumed = asyncio.Event()
+        self._paused, self._resumed = asyncio.Event(), asyncio.Event()
         self._changing = asyncio.Lock()
         """Held while weights change, or verifiers go to sleep or wake."""
 
     # ---- pauses ----
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait until `resume`."""
+        return self._paused.is_set()
 
     async def pause(self, policy: WeightPolicy) -> None:
         """Hold new requests until `resume`. `abort` ends present requests with their committed tokens, `wait` lets
@@ -45,20 +48,16 @@ class Control:
         drained = asyncio.wrap_future(self._engine.pause(policy))
         if self.is_paused:
             self._engine.resume()  # several pauses count as one
-        self.is_paused = True
+        self._paused.set()
         self._resumed.clear()
         if policy is WeightPolicy.ABORT:
             await self.abort()
-        resumed = asyncio.ensure_future(self._resumed.wait())
-        await asyncio.wait((drained, resumed), return_when=asyncio.FIRST_COMPLETED)
-        resumed.cancel()
-        if drained.done():
-            drained.result()
+        await _either(drained, self._resumed)
 
     def resume(self) -> None:
         """End the pause, if there is one."""
         if self.is_paused:
-            self.is_paused = False
+            self._paused.clear()
             self._resumed.set()
             self._engine.resume()
 
@@ -118,23 +117,29 @@ class Control:
     async def sleep(self, policy: WeightPolicy) -> None:
         """Free the memory of the verifiers' caches, and on GPUs of their weights, until `wake`. `abort` ends all
         requests, `wait` lets them end. Raises InputError if some remain, held by a pause or by `keep`."""
-        if policy is WeightPolicy.WAIT and not self.is_paused:
-            await _ended(self._engine.running())  # a pause may hold them, so nothing is locked meanwhile
         async with self._changing:
             if self.is_asleep:
                 return
             self.is_asleep = True
-            drained = asyncio.wrap_future(self._engine.pause(policy))
             try:
-                if policy is WeightPolicy.ABORT:
-                    await self.abort()
-                await drained
-                await asyncio.to_thread(self._rollout.sleep)
+                if policy is WeightPolicy.WAIT:
+                    ended = asyncio.ensure_future(_ended(self._engine.running()))
+                    await _either(ended, self._paused)
+                    ended.cancel()
+                await self._fall_asleep(policy)
             except BaseException:
                 self.is_asleep = False
                 raise
-            finally:
-                self._engine.resume()
+
+    async def _fall_asleep(self, policy: WeightPolicy) -> None:
+        drained = asyncio.wrap_future(self._engine.pause(policy))  # beside a pause of the trainer
+        try:
+            if policy is WeightPolicy.ABORT:
+                await self.abort()
+            await drained
+            await asyncio.to_thread(self._rollout.sleep)
+        finally:
+            self._engine.resume()
 
     async def wake(self) -> None:
         """End the sleep, if there is one."""
@@ -147,3 +152,14 @@ class Control:
 async def _ended(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
     if handles:
         await asyncio.wait([asyncio.wrap_future(handle.future) for handle in handles], timeout=timeout_s)
+
+
+async def _either(future: asyncio.Future[None], event: asyncio.Event) -> None:
+    """Wait for the first of both; raises the error of the future."""
+    occurred = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((future, occurred), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        occurred.cancel()
+    if future.done():
+        future.result()

@@ -118,16 +118,15 @@ async def test_a_sleep_begins_behind_all_requests_and_the_next_one_ends_it(
 
 
 @controlled
-async def test_a_pause_in_front_of_a_sleep_locks_nothing(rollout: FakeRollout, control: Control) -> None:
+async def test_a_pause_in_front_of_a_sleep_ends_the_attempt(rollout: FakeRollout, control: Control) -> None:
     rollout.submit([1], SAMPLING)
     rollout.held = True
     sleep = asyncio.create_task(control.sleep(WeightPolicy.WAIT))
     await begun(sleep)
     await control.pause(WeightPolicy.KEEP)
+    with pytest.raises(InputError, match="while requests run"):
+        await sleep
     assert await control.update("weights", WeightPolicy.KEEP) == 1 and not control.is_asleep
-    control.resume()
-    await sleep
-    assert control.is_asleep
 
 
 @controlled
