@@ -23,7 +23,7 @@ _CHECK = "check"
 
 
 def limited(allows: Callable[[Any], bool], fix: str, default: Any) -> Any:
-    """A field of values that `allows` accepts, and null."""
+    """A field of values that `allows` accepts, and null if its type has it."""
 
     def check(key: str, value: Any) -> None:
         if not allows(value):

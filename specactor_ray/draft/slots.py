@@ -125,15 +125,17 @@ class RowProposer(SlotProposer):
     """
 
     def finish(self, prompt: np.ndarray, output: np.ndarray) -> None:
-        """Take a finished output and its prompt, int32, with the trait `keeps_history`: those of the requests that this
-        proposer has, also without a place, and where it is hosted those of other verifiers. Some may be lost."""
+        """Take a finished output (committed tokens alone) and its prompt, int32, with the trait `keeps_history`: those of
+        the requests that this proposer has, also without a place, and where it is hosted those of up to seven other
+        verifiers. Some may be lost."""
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
         """Guess the next tokens of an output: token ids, of which at most `room` (1 or more) are used.
 
         `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request. So `output[-1]`
-        may be a guess; `self.mirrors.committed(slot)` has the committed tokens alone.
+        may be a guess; `self.mirrors.committed(slot)` has the committed tokens alone. The tokens are appended to the
+        tail; a commit that disagrees with it removes it.
         """
 
     def close(self, slot: int, finished: bool) -> None:

@@ -28,7 +28,8 @@ _FIRST_ROUNDS = 3
 _RETURN_GAIN = 0.05
 """Least predicted gain of rounds if models must first read more than a window of commits."""
 PROBE_STEPS = 8
-"""Steps with drafts before their speed is compared."""
+"""Steps with drafts before their speed is compared, after a first one that does not count; after four times as many
+without a suspension the next one is short again."""
 TELL_EVERY = 16
 """Period, in steps of a suspension, at which commits are sent to drafters."""
 _STEP_FADE = 1.0 - 1.0 / 48.0
