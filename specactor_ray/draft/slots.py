@@ -125,9 +125,9 @@ class RowProposer(SlotProposer):
     """
 
     def finish(self, prompt: np.ndarray, output: np.ndarray) -> None:
-        """Take a finished output (committed tokens alone) and its prompt, int32, with the trait `keeps_history`: those of
-        the requests that this proposer has, also without a place, and where it is hosted those of up to seven other
-        verifiers. Some may be lost."""
+        """Take a finished output, its committed tokens alone, and its prompt, int32, with the trait `keeps_history`:
+        those of the requests that this proposer has, also without a place, and where it is hosted those of up to seven
+        other verifiers. Some may be lost."""
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
