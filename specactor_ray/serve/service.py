@@ -248,7 +248,7 @@ class Service:
         try:
             return await asyncio.wait_for(asyncio.shield(self._viewing), _VIEW_S)
         except (TimeoutError, SpecActorError) as error:
-            raise Refusal(f"the controller does not answer {error}".rstrip(), 503) from None
+            raise Refusal(str(error) or f"the controller did not answer within {_VIEW_S:g} s", 503) from None
 
     def _require_not_cut_off(self) -> None:
         if self._is_cut_off:
