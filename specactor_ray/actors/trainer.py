@@ -62,7 +62,8 @@ class TaughtDrafter:
             self._trainer.progress.tick()
         if self._learner.version == before:
             return None
-        bucket = pack(self._learner.weights().items(), torch.float32)
+        taught = self._learner.weights()
+        bucket = pack(taught.items(), dict.fromkeys(taught, torch.float32))
         return put_weights(self._learner.version, [bucket], self._calls, self._method)
 
 

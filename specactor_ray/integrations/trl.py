@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -130,6 +130,19 @@ class _Client(abc.ABC):
         except (InputError, TypeError) as error:
             raise InputError(f"TRL's arguments or generation_kwargs, as keys of specactor_ray: {error}") from None
 
+    def _whole(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's pairs, and after them the model's buffers, which TRL leaves out where it sends parameters alone."""
+        from specactor_ray.models.loading import named_weights
+
+        sent = set[str]()
+        for name, tensor in named_params:
+            sent.add(name)
+            yield name, tensor
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        yield from ((name, tensor) for name, tensor in named_weights(model) if name not in sent | trained)
+
     def _next_seed(self) -> int:
         """A seed that no other call has. It does not depend on the calls since the start, so that a resumed run is
         equal to an uninterrupted one."""
@@ -170,7 +183,7 @@ class RolloutClient(_Client):
         return [(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._rollout.update_weights(named_params)
+        self._rollout.update_weights(self._whole(named_params))
 
 
 class ServerClient(_Client):
@@ -202,7 +215,7 @@ class ServerClient(_Client):
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
 
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named_params}
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._whole(named_params)}
         with tempfile.TemporaryDirectory(prefix="specactor-weights-", dir=self._folder) as folder:
             save_file(tensors, Path(folder, "model.safetensors"))
             self._ask("/update_weights", {"weight_dir": folder})

@@ -16,7 +16,7 @@ from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, 
 from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
+from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, parse_dtype, weight_dtypes
 from specactor_ray.models.weight_buckets import WeightBucket, grouped, pack
 
 WEIGHTS, ENGINE = "weights", "engine"
@@ -57,11 +57,12 @@ class Trainer:
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0. All ranks iterate
         over it together."""
-        dtype = parse_dtype(self._config.target.dtype)
-        named, most_bytes = self.engine.policy.model.named_parameters(), self._config.trainer.weight_bucket_mb * 2**20
-        for chosen in grouped(named, lambda parameter: _numel(parameter) * dtype.itemsize, most_bytes):
-            with self.engine.gathered([parameter for _, parameter in chosen]):
-                yield pack(chosen, dtype) if self.rank == 0 else None
+        model, most_bytes = self.engine.policy.model, self._config.trainer.weight_bucket_mb * 2**20
+        dtypes = weight_dtypes(model, parse_dtype(self._config.target.dtype))
+        # Numbers of at most 4 bytes; the size of what a rank holds a share of is that of the whole.
+        for chosen in grouped(named_weights(model), lambda weight: 4 * _numel(weight), most_bytes):
+            with self.engine.gathered(_parameters(chosen)):
+                yield pack(chosen, dtypes) if self.rank == 0 else None
             self.progress.tick()
 
     def save(self, folder: Path) -> SavedPart:
@@ -75,10 +76,10 @@ class Trainer:
             return part
         self.engine.save(engine_folder, part)
         state: dict[str, torch.Tensor] = {}
-        for name, parameter in self.engine.policy.model.named_parameters():
-            with self.engine.gathered([parameter]):
+        for name, weight in named_weights(self.engine.policy.model):
+            with self.engine.gathered(_parameters([(name, weight)])):
                 if self.rank == 0:
-                    state[name] = parameter.detach().to("cpu", copy=True)
+                    state[name] = weight.detach().to("cpu", copy=True)
             self.progress.tick()
         if self.rank == 0:
             target = self._config.target
@@ -103,6 +104,11 @@ class Trainer:
         return load_model(name, device=str(self._device), trust_remote_code=target.trust_remote_code)
 
 
-def _numel(parameter: torch.nn.Parameter) -> int:
-    """Number of elements of a parameter, also if ZeRO-3 holds only a share of it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def _numel(weight: torch.Tensor) -> int:
+    """Number of elements of a weight, also if ZeRO-3 holds only a share of it."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
+
+
+def _parameters(weights: Sequence[tuple[str, torch.Tensor]]) -> list[torch.nn.Parameter]:
+    """Those of which ranks may hold a share; every rank has whole buffers."""
+    return [weight for _, weight in weights if isinstance(weight, torch.nn.Parameter)]

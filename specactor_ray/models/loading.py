@@ -148,14 +148,39 @@ def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[s
     """Hugging Face names and shapes of all weights, and the `tied` ones. Reads no weights."""
     model = load_empty_model(name, trust_remote_code=trust_remote_code)
     model.tie_weights()
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}, tied(model)
+    return {name: tuple(weight.shape) for name, weight in named_weights(model, every_name=True)}, tied(model)
+
+
+def named_weights(model: torch.nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield Hugging Face name and tensor of a model's whole persistent state: parameters and persistent buffers. What
+    is sent, saved and loaded is this. A tied one comes once, or with `every_name` under each of its names."""
+    import torch
+
+    seen = set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and (every_name or id(tensor) not in seen):
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def tied(model: torch.nn.Module) -> dict[str, str]:
     """Name of a weight that shares its values with an earlier one → name of the earlier one."""
     first: dict[int, str] = {}
-    weights = model.named_parameters(remove_duplicate=False)
+    weights = named_weights(model, every_name=True)
     return {name: own for name, weight in weights if (own := first.setdefault(id(weight), name)) != name}
+
+
+def weight_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Name → data type that loses nothing for an engine which loads the model in `dtype`: integers and booleans as they
+    are, float32 for buffers and for parameters that transformers keeps in float32, else `dtype`."""
+    import torch
+
+    kept = re.compile("|".join(pattern.replace("*", r"\d+") for pattern in model._get_dtype_plan(dtype)) or r"(?!)")
+    found = {}
+    for name, tensor in named_weights(model, every_name=True):
+        precise = not isinstance(tensor, torch.nn.Parameter) or kept.search(name)
+        found[name] = (torch.float32 if precise else dtype) if tensor.is_floating_point() else tensor.dtype
+    return found
 
 
 def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:

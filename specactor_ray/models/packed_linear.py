@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.models.loading import named_weights
 
 _ROWS_HINT = 16
 
@@ -55,7 +56,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
     """Copy a full set of weights into a model whose linears may be packed.
 
     Args:
-        model: The model; unpacked parameters are overwritten in place.
+        model: The model; unpacked parameters and buffers are overwritten in place.
         state_dict: Hugging Face names → tensors. Every weight of the model is required; extra names are refused.
         tied: Name → name with which it shares its values (`loading.tied`); the latter is enough.
 
@@ -63,7 +64,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
         InputError: A name is missing or unknown, or a shape differs; nothing was changed.
     """
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    plain = dict(model.named_parameters(remove_duplicate=False))
+    plain = dict(named_weights(model, every_name=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
     for name, module in packed.items():
         shapes[f"{name}.weight"] = (module.out_features, module.in_features)

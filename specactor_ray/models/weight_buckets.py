@@ -1,6 +1,6 @@
 """Weights on their way from a trainer to actors: checked against the target, in a few large arrays.
 
-An object store passes arrays without a copy. numpy has no bfloat16, so its bits are sent as int16.
+An object store passes arrays without a copy. numpy has no bfloat16, so a bucket holds bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ import torch
 
 from specactor_ray.core.errors import InputError, did_you_mean
 from specactor_ray.models.checkpoint_files import weight_files
-from specactor_ray.models.loading import load_model, parse_dtype
+from specactor_ray.models.loading import (
+    load_empty_model,
+    load_model,
+    named_weights,
+    parse_dtype,
+    tied,
+    weight_dtypes,
+)
 
 T = TypeVar("T", bound=torch.Tensor)
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +37,9 @@ class WeightBucket:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     data: np.ndarray
-    """`(numbers,)`: the tensors one after the other, by `to_wire`."""
+    """uint8: the tensors one after the other, each from a multiple of `_ALIGNMENT` bytes on."""
 
 
 def grouped(
@@ -50,18 +59,29 @@ def grouped(
         yield group
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> WeightBucket:
-    """Copy named tensors into one bucket, converted to `dtype`."""
-    names, parts = zip(*tensors, strict=True)
-    flat = torch.cat([part.detach().reshape(-1).to("cpu", dtype) for part in parts])
-    return WeightBucket(names, tuple(tuple(part.shape) for part in parts), to_wire(flat))
+def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]) -> WeightBucket:
+    """Copy named tensors into one bucket, converted to their `dtypes`."""
+    named = [(name, tensor.detach().to("cpu", dtypes[name])) for name, tensor in tensors]
+    shapes, kinds = tuple(tuple(part.shape) for _, part in named), tuple(part.dtype for _, part in named)
+    data = np.zeros(sum(padded_bytes(part) for _, part in named), np.uint8)
+    bucket = WeightBucket(tuple(name for name, _ in named), shapes, kinds, data)
+    for (_, place), (_, part) in zip(unpack(bucket), named, strict=True):
+        place.copy_(part)
+    return bucket
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
     """The named tensors as views of the bucket's array."""
-    parts = from_wire(bucket.data).split([math.prod(shape) for shape in bucket.shapes])
-    for name, shape, part in zip(bucket.names, bucket.shapes, parts, strict=True):
-        yield name, part.view(shape)
+    begin, data = 0, torch.from_numpy(bucket.data)
+    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        yield name, data[begin : begin + size].view(dtype).view(shape)
+        begin += size + -size % _ALIGNMENT
+
+
+def padded_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor in a bucket."""
+    return tensor.nbytes + -tensor.nbytes % _ALIGNMENT
 
 
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # as those of an object store
@@ -94,39 +114,43 @@ class WeightLayout:
     """Name → shape of every weight."""
     tied: Mapping[str, str]
     """Name → name of the weight with which it shares its values."""
-    dtype: str
-    """Data type of the target, such as `float32`."""
+    dtypes: Mapping[str, torch.dtype]
+    """Name → data type in which it is sent (`weight_dtypes`)."""
     bucket_bytes: int
+
+    @classmethod
+    def of(cls, model: str, dtype: str, bucket_bytes: int, *, trust_remote_code: bool = False) -> WeightLayout:
+        """The layout for engines that load this model in `dtype`, such as `float32`. Reads no weights."""
+        empty = load_empty_model(model, trust_remote_code=trust_remote_code)
+        empty.tie_weights()
+        shapes = {name: tuple(weight.shape) for name, weight in named_weights(empty, every_name=True)}
+        return cls(shapes, tied(empty), weight_dtypes(empty, parse_dtype(dtype)), bucket_bytes)
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
         """The weights in buckets. Raises the errors of `fitting_weights`."""
-        dtype = parse_dtype(self.dtype)
-        fitting = fitting_weights(weights, self.shapes, self.tied, dtype)
-        for bucket in grouped(fitting, lambda tensor: tensor.nbytes, self.bucket_bytes):
-            yield pack(bucket, dtype)
+        for bucket in grouped(fitting_weights(weights, self), padded_bytes, self.bucket_bytes):
+            yield pack(bucket, self.dtypes)
 
 
-def fitting_weights(
-    weights: Weights, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of a complete set of weights, on the CPU and in the target's dtype.
+def fitting_weights(weights: Weights, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of a complete set of weights, on the CPU and in the layout's data types.
 
-    Each tensor is copied before the next one is requested, so that trainers that gather shards can free them.
-
-    `shapes` and `tied` as in `WeightLayout`; one of two tied weights is enough, and two must be equal.
+    Each tensor is copied before the next one is requested, so that trainers that gather shards can free them. One of
+    two tied weights is enough, and two must be equal.
 
     Raises:
-        InputError: A tensor is unknown, missing, repeated, not a whole floating-point tensor, or has another shape; or
+        InputError: A tensor is unknown, missing, repeated, not whole, of another kind of numbers or another shape; or
             tied weights differ.
     """
-    shared = set(tied.values())
+    tied, shared = layout.tied, set(layout.tied.values())
     taken: dict[str, tuple[str, int]] = {}
-    for name, tensor in _named_tensors(weights, shapes):
-        _require_fit(name, tensor, shapes)
-        owner, copy = tied.get(name, name), tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    for name, tensor in _named_tensors(weights, layout.shapes):
+        _require_fit(name, tensor, layout)
+        owner, copy = tied.get(name, name), tensor.detach().to("cpu", layout.dtypes[name], copy=True).contiguous()
         checksum = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().data) if owner in shared else 0
         if owner not in taken:
-            if not bool(torch.isfinite(copy.abs().max())):  # the largest is NaN if any is
+            # The largest is NaN if any is.
+            if copy.is_floating_point() and copy.numel() and not bool(torch.isfinite(copy.abs().max())):
                 raise InputError(f"weights: {name} has a value that is no finite number")
             taken[owner] = (name, checksum)
             yield owner, copy
@@ -137,10 +161,13 @@ def fitting_weights(
                 f"weights: {name} differs from {taken[owner][0]}, and the target ties the two. Fix: tie them in "
                 "training, or serve a target whose config.json has tie_word_embeddings=false"
             )
-    missing = [name for name in shapes if tied.get(name, name) not in taken]
+    missing = [name for name in layout.shapes if tied.get(name, name) not in taken]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise InputError(f"weights: {missing[0]}{more} missing. Fix: give every weight of the target, in one call")
+        raise InputError(
+            f"weights: {missing[0]}{more} missing. Fix: give every weight and buffer of the target, as "
+            "model.state_dict() has them, in one call"
+        )
 
 
 def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +178,7 @@ def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str
     if not isinstance(pairs, Iterable):
         raise InputError(
             f"weights are a state dict, pairs of name and tensor, or a directory; this is {type(weights).__name__}. "
-            "Fix: of a module give model.state_dict() or model.named_parameters()"
+            "Fix: of a module give model.state_dict()"
         )
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -176,18 +203,21 @@ def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tupl
             return
     except (OSError, SafetensorError) as error:
         raise InputError(f"weights: {folder} cannot be read ({error}). Fix: copy it again") from error
-    yield from load_model(str(folder)).named_parameters()
+    yield from named_weights(load_model(str(folder)))
 
 
-def _require_fit(name: str, tensor: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _require_fit(name: str, tensor: Any, layout: WeightLayout) -> None:
+    shapes = layout.shapes
     if name not in shapes:
         hint = did_you_mean(name, shapes)
         raise InputError(f"weights: the target has no {name}.{hint} Fix: give Hugging Face's names, without prefixes")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         kind = "on the meta device" if isinstance(tensor, torch.Tensor) and tensor.is_meta else type(tensor).__name__
         raise InputError(f"weights: {name} is {kind}; give whole tensors (of a DTensor its full_tensor())")
-    if tensor.dtype not in _DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    own = layout.dtypes[name]
+    kinds = _DTYPES if own.is_floating_point else (own,)
+    if tensor.dtype not in kinds:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in kinds)
         raise InputError(f"weights: {name} is {str(tensor.dtype).removeprefix('torch.')}; allowed are {allowed}")
     if tuple(tensor.shape) != tuple(shapes[name]):
         raise InputError(f"weights: {name} has shape {tuple(tensor.shape)}; the target's has {tuple(shapes[name])}")

@@ -24,7 +24,7 @@ from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import locate_model, weight_shapes
+from specactor_ray.models.loading import locate_model
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
@@ -223,8 +223,8 @@ class Rollout(RunClient):
     def weight_layout(self) -> WeightLayout:
         """Layout in which another process packs weights of the target, for `update_weights` with a `WeightSet`."""
         target = self.config.target
-        shapes, tied = weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
-        return WeightLayout(shapes, tied, target.dtype, self.config.trainer.weight_bucket_mb * 2**20)
+        size, trust = self.config.trainer.weight_bucket_mb * 2**20, target.trust_remote_code
+        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=trust)
 
     def fallbacks(self) -> list[str]:
         """Slower fallbacks that actors use, each once, as far as the actors answer; and settings without effect."""

@@ -171,7 +171,9 @@ def test_heads_get_every_version_that_they_are_taught(mode: str) -> None:
     with Rollout(settings) as rollout:
         before = tokens(rollout)
         for version, weights in ((1, good), (2, broken), (3, good)):
-            rollout.update_drafter(put_weights(version, [pack(weights.items(), torch.float32)], Calls(), "eagle"))
+            rollout.update_drafter(
+                put_weights(version, [pack(weights.items(), dict.fromkeys(weights, torch.float32))], Calls(), "eagle")
+            )
             assert await_alarm(rollout, version, weights is broken)["version"] == version
         assert tokens(rollout) == before
         if mode == "decoupled":

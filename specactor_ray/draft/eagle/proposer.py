@@ -115,7 +115,7 @@ class EagleRunner:
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the trained weights (`checkpoint.trained_weights`). InputError: a name or shape does not match."""
-        kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
+        kept = {"embed_tokens.weight": self.head.embed_tokens.weight, "d2t": self.head.d2t}
         assign_weights(self.head, {**kept, **state_dict}, {})
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:

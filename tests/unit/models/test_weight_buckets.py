@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from specactor_ray.core.errors import InputError, ModelLoadError
-from specactor_ray.models.loading import load_model, weight_shapes
+from specactor_ray.models.loading import load_model
 from specactor_ray.models.weight_buckets import WeightLayout, fitting_weights, unpack
 from tests.tiny import tiny_draft, tiny_target
 
@@ -19,8 +19,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def taken(weights: Any, of: Path | None = None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    shapes, tied = weight_shapes(str(of or tiny_target()))
-    return dict(fitting_weights(weights, shapes, tied, dtype))
+    layout = WeightLayout.of(str(of or tiny_target()), str(dtype).removeprefix("torch."), 2**20)
+    return dict(fitting_weights(weights, layout))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_buckets_hold_at_most_their_size_and_only_one_is_held(untied: dict[str, 
             yield name, tensor
 
     limit, done, whole = 100_000, 0, {}
-    layout = WeightLayout(*weight_shapes(str(tiny_target())), "float32", limit)
+    layout = WeightLayout.of(str(tiny_target()), "float32", limit)
     for bucket in layout.buckets(counted()):
         here = dict(unpack(bucket))
         size = sum(tensor.nbytes for tensor in here.values())
