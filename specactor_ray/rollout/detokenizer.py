@@ -20,10 +20,11 @@ class Detokenizer:
 
     Args:
         tokenizer: A transformers tokenizer.
+        special: Whether the text has special tokens.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._decode = _decoder_of(tokenizer)
+    def __init__(self, tokenizer: Any, special: bool = False) -> None:
+        self._decode = _decoder_of(tokenizer, special)
         self._ids: list[int] = []
         """The tokens that were returned last, and those after them."""
         self._returned, self._before = 0, ""
@@ -44,13 +45,14 @@ class Detokenizer:
         return text
 
 
-def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of output tokens, without special tokens."""
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoded(tokenizer: Any, token_ids: Sequence[int], special: bool = False) -> str:
+    """The text of output tokens, without special tokens unless `special` is set."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text
 
 
-def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+def _decoder_of(tokenizer: Any, special: bool) -> Callable[[Sequence[int]], str]:
     """`decoded` with this tokenizer, by its inner one if it has one: that is ten times faster."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return partial(decoded, tokenizer) if backend is None else partial(backend.decode, skip_special_tokens=True)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return partial(decoded, tokenizer, special=special)
+    return partial(backend.decode, skip_special_tokens=not special)

@@ -46,14 +46,22 @@ UNAVAILABLE: Mapping[str, Option] = {
     **dict.fromkeys(("beam_width", "num_beams"), Option((1,), _ONE_SAMPLE)),
     "flat_logprobs": Option((False,), "log-probabilities have one form"),
     **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((True,), _FORM)),
+    "include_reasoning": Option((True,), _FORM),
     "spaces_between_special_tokens": Option((True, False), _FORM),
-    "echo": Option((False,), _FORM),
+    **dict.fromkeys(("echo", "return_prompt_text"), Option((False,), _FORM)),
+    "do_sample": Option((True,), "temperature 0 selects the most probable token"),
+    "enable_thinking": Option((), "templates get it in chat_template_kwargs"),
     "extra_args": Option(({},), _FORM),
     "chat_template": Option((), "templates are programs; the model's is used"),
     "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
     **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((), _TEXT)),
 }
 """Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
+
+
+def requests_nothing(value: Any) -> bool:
+    """Whether an unknown option has a value without effect: null, false, or an empty list or object."""
+    return value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Dialect:
 
         Raises:
             UnavailableError: An option might be meant to change the output: one of `UNAVAILABLE` has an effect, or an
-                unknown one is neither null nor empty.
+                unknown one requests something (`requests_nothing`).
         """
         names = {**dict(zip(self.known, self.known, strict=True)), **self.renamed}
         found = {}
@@ -88,7 +96,7 @@ class Dialect:
             elif (option := UNAVAILABLE.get(name)) is not None:
                 if value not in option.neutral:
                     raise UnavailableError(name, clipped(value), option.reason, where=self.where)
-            elif value not in ([], ()):
+            elif not requests_nothing(value):
                 reason = f"the options are {', '.join(names)}"
                 hint = did_you_mean(name, names)
                 raise UnavailableError(name, clipped(value), reason, f"leave it out.{hint}".rstrip("."), self.where)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
-import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.serve import openai, sglang, vllm_rl
-from specactor_ray.serve.requests import Refusal, error_body, refusal_of, refusal_of_fields
+from specactor_ray.serve.requests import Refusal, as_json, error_body, refusal_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from specactor_ray.serve.service import Service
 
-logger = logging.getLogger(__name__)
-
-_OPEN = ("/health", "/health_generate")
+_OPEN = ("/health", "/health_generate", "/ping")
 """Paths without a token: probes of load balancers."""
 
 
@@ -37,20 +34,13 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         service: Serves the requests.
         token: Bearer token that requests must have; None if only this machine can reach the server.
     """
-    app = FastAPI(title="specactor", docs_url=None, redoc_url=None)
+    app = FastAPI(title="specactor", docs_url=None, redoc_url=None, default_response_class=JsonAnswer)
     app.state.service = service
     for dialect in (openai, vllm_rl, sglang):
         app.include_router(dialect.router)
 
-    async def refuse(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, RequestValidationError):
-            return _answer(refusal_of_fields(error.errors()))
-        if isinstance(error, SpecActorError):
-            return _answer(refusal_of(error))
-        if isinstance(error, HTTPException):
-            return _answer(error)
-        logger.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-        return _answer(Refusal("the server failed; its log has the reason", 500))
+    async def refuse(_request: Request, error: Exception) -> Response:
+        return _answer(refusal_of(error))
 
     for kind in (RequestValidationError, SpecActorError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
@@ -58,8 +48,15 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
     return app
 
 
-def _answer(error: HTTPException) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status_code, error.headers)
+class JsonAnswer(JSONResponse):
+    """An answer in which every text can be encoded."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
+
+
+def _answer(error: HTTPException) -> JsonAnswer:
+    return JsonAnswer(error_body(error), error.status_code, error.headers)
 
 
 class Guard:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,6 +19,7 @@ from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_repor
 from specactor_ray.serve.requests import (
     Integer,
     JsonObject,
+    JsonRoute,
     Messages,
     Refusal,
     SamplingBody,
@@ -29,14 +31,10 @@ from specactor_ray.serve.requests import (
 from specactor_ray.serve.service import Service, Serving
 from specactor_ray.target.rows import refuse_unknown
 
+_CHOOSABLE = ("add_generation_prompt", "continue_final_message")
+"""Arguments of `apply_chat_template` that requests set; all others of its names are no template variables."""
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_RESERVED = (
-    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict", "return_tensors"),
-    *("padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
-)
-"""Arguments of `apply_chat_template` that are not template variables."""
-
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class CompletionBody(SamplingBody):
@@ -162,13 +160,11 @@ async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> R
 async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
     """Token ids of the messages, in the model's chat template."""
     more = dict(body.chat_template_kwargs or {})
-    if reserved := [name for name in more if name in _RESERVED]:
+    arguments = {*signature(encode_chat).parameters, *signature(service.tokenizer.apply_chat_template).parameters}
+    if reserved := [name for name in more if name in arguments.difference(_CHOOSABLE)]:
         raise Refusal(f"chat_template_kwargs may not hold {reserved[0]}", param="chat_template_kwargs")
-    if body.continue_final_message is not None:
-        more["continue_final_message"] = body.continue_final_message
-    more["add_generation_prompt"] = (
-        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    )
+    more |= {name: value for name in _CHOOSABLE if (value := getattr(body, name)) is not None}
+    more.setdefault("add_generation_prompt", not more.get("continue_final_message"))
     if body.tools:
         more["tools"] = body.tools
     messages = [_with_parsed_arguments(one) for one in body.messages or ()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response, StreamingResponse
 
-from specactor_ray.core.errors import SpecActorError
-from specactor_ray.rollout.detokenizer import Detokenizer
+from specactor_ray.rollout.detokenizer import Detokenizer, decoded
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.requests import Refusal, Wanted, error_body, refusal_of
+from specactor_ray.serve.requests import Wanted, as_json, error_body, refusal_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -32,9 +30,6 @@ _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
-as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
 # ---- text ----
 
 
@@ -44,10 +39,13 @@ class GrowingText:
     Args:
         tokenizer: A transformers tokenizer.
         hold: Texts that may end the output; a possible beginning of one is held back.
+        special: Whether the text has special tokens.
+        trimmed: Hold the newest token back, since the text of the one that ends the output is removed.
     """
 
-    def __init__(self, tokenizer: Any, hold: Sequence[str] = ()) -> None:
-        self._detokenizer, self._hold = Detokenizer(tokenizer), hold
+    def __init__(self, tokenizer: Any, hold: Sequence[str] = (), special: bool = False, trimmed: bool = False) -> None:
+        self._detokenizer, self._hold = Detokenizer(tokenizer, special), hold
+        self._trimmed, self._newest = trimmed, list[int]()
         self._longest = max(map(len, hold), default=1) - 1
         self._held = ""
         self._length = 0
@@ -55,6 +53,9 @@ class GrowingText:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The further text with these tokens; may be empty."""
+        if self._trimmed:
+            token_ids = [*self._newest, *token_ids]
+            token_ids, self._newest = token_ids[:-1], token_ids[-1:]
         text = self._held + self._detokenizer.add(token_ids)
         keep = len(text) - self._beginning_of_a_held(text)
         self._held, text = text[keep:], text[:keep]
@@ -96,21 +97,40 @@ class Part:
         return [token.token_id for token in self.tokens]
 
 
-def whole_part(index: int, output: Trajectory) -> Part:
-    """An output as one part."""
-    tokens = map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(()))
-    return Part(index, output.text, list(tokens), output)
-
-
-async def parts_of(service: Service, handle: Handle, index: int, hold: Sequence[str]) -> AsyncIterator[Part]:
-    """Yield an output in parts; tokens that arrive together, or that form one character, are one part.
+def text_of(tokenizer: Any, output: Trajectory, special: bool, trimmed: bool) -> str:
+    """Text of an output.
 
     Args:
-        service, handle, index: Service, handle and number of the choice.
-        hold: Texts that only the last part may have.
+        tokenizer: A transformers tokenizer.
+        output: The complete output.
+        special: With special tokens.
+        trimmed: Without the token that ended the output.
     """
+    ids, stop = output.token_ids, output.stop_reason
+    trimmed &= output.finish_reason == "stop" and not isinstance(stop, str)
+    if not special and not trimmed:
+        return output.text
+    text = decoded(tokenizer, ids[:-1] if trimmed else ids, special)
+    if not isinstance(stop, str):
+        return text
+    end = text.rfind(stop)
+    if end < 0:  # a special token stands within the stop text
+        return output.text
+    return text[: end + len(stop) * output.sampling.include_stop_str_in_output]
+
+
+def whole_part(form: Form, index: int, output: Trajectory) -> Part:
+    """An output as one part."""
+    tokens = map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(()))
+    return Part(index, form.text(output), list(tokens), output)
+
+
+async def parts_of(form: Form, handle: Handle, index: int) -> AsyncIterator[Part]:
+    """Yield choice number `index` in parts; tokens that arrive together, or that form one character, are one part."""
+    service = form.service
     came, count, text = time.monotonic(), 0, ""
-    growing, tokens = GrowingText(service.tokenizer, hold), list[Token]()
+    hold = [*form.wanted.sampling.stop, *filter(None, (form.until,))]
+    growing, tokens = GrowingText(service.tokenizer, hold, form.wanted.special, form.trimmed), list[Token]()
     async for fresh in handle.batches():
         now = time.monotonic()
         service.metrics.arrived(now - came, len(fresh), not count)
@@ -120,7 +140,7 @@ async def parts_of(service: Service, handle: Handle, index: int, hold: Sequence[
             yield Part(index, text, tokens)
             text, tokens = "", []
     output = service.checked(await handle)
-    yield Part(index, text + growing.rest(output.text), tokens, output)
+    yield Part(index, text + growing.rest(form.text(output)), tokens, output)
 
 
 async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
@@ -166,6 +186,8 @@ class Form(abc.ABC):
 
     until: str = ""
     """Only the last part has this text and all that follows it."""
+    trims = False
+    """Whether a text lacks the token that ended its output, where it is no special token."""
 
     def __init__(self, service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         self.service, self.prompts, self.wanted = service, prompts, wanted
@@ -185,6 +207,15 @@ class Form(abc.ABC):
     def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
         """Events after the last part."""
         return ()
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether texts lack the token that ended their output."""
+        return (self.trims or self.wanted.special) and not self.wanted.sampling.include_stop_str_in_output
+
+    def text(self, output: Trajectory) -> str:
+        """Text of a complete output."""
+        return text_of(self.service.tokenizer, output, self.wanted.special, self.trimmed)
 
     def usage(self, outputs: Iterable[Trajectory | None]) -> dict[str, int]:
         """Numbers of tokens of the request."""
@@ -211,15 +242,14 @@ async def answer(
     service = form.service
     handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
     if stream:
-        hold = [*form.wanted.sampling.stop, *filter(None, (form.until,))]
-        streams = [parts_of(service, handle, index, hold) for index, handle in enumerate(handles)]
+        streams = [parts_of(form, handle, index) for index, handle in enumerate(handles)]
         return EventStream(_events(form, streams), partial(service.drop, handles))
     outputs = await service.outputs(request, handles)
-    whole = form.whole([whole_part(index, output) for index, output in enumerate(outputs)])
+    whole = form.whole([whole_part(form, index, output) for index, output in enumerate(outputs)])
     return Response(as_json(whole), media_type="application/json")
 
 
-async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGenerator[str, None]:
+async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGenerator[bytes, None]:
     outputs = []
     try:
         for event in form.first_events(len(streams)):
@@ -230,13 +260,13 @@ async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGe
             yield _data(as_json(form.event(part)))
         for event in form.last_events(outputs):
             yield _data(as_json(event))
-    except (Refusal, SpecActorError) as error:
-        yield _data(as_json(error_body(error if isinstance(error, Refusal) else refusal_of(error))))
-    yield _data("[DONE]")
+    except Exception as error:  # noqa: BLE001 - the client has got a status of success; an event is all that can follow
+        yield _data(as_json(error_body(refusal_of(error))))
+    yield _data(b"[DONE]")
 
 
-def _data(text: str) -> str:
-    return f"data: {text}\n\n"
+def _data(text: bytes) -> bytes:
+    return b"data: %b\n\n" % text
 
 
 class EventStream(StreamingResponse):
@@ -247,7 +277,7 @@ class EventStream(StreamingResponse):
         at_end: Called at the end, also when the client has left.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], at_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], at_end: Callable[[], None]) -> None:
         super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
         self._events, self._at_end = events, at_end
 

@@ -5,10 +5,16 @@ Functions of this package raise `Refusal` or `SpecActorError` for what cannot be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -22,11 +28,16 @@ from specactor_ray.core.errors import (
     clipped,
 )
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.dialect import FIELDS, Dialect
+from specactor_ray.sampling.dialect import FIELDS, Dialect, requests_nothing
+
+logger = logging.getLogger(__name__)
 
 MOST_CHOICES = 1024
 """Most outputs of a request."""
 _MOST_CHARACTERS = 4096
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_HALVES, _HALF = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+"""Escape sequence in JSON of a half of a surrogate pair, and a half that belongs to no pair in text."""
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,8 +66,15 @@ class Refusal(HTTPException):
         self.param = param
 
 
-def refusal_of(error: SpecActorError) -> Refusal:
-    """Refusal for an error that this package raised."""
+def refusal_of(error: Exception) -> HTTPException:
+    """Refusal for what an endpoint raised; a defect is logged, and not shown."""
+    if isinstance(error, HTTPException):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _refusal_of_fields(error.errors())
+    if not isinstance(error, SpecActorError):
+        logger.error("a request failed", exc_info=error)
+        return Refusal("the server failed; its log has the reason", 500)
     if isinstance(error, RangeError):
         return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
     if isinstance(error, UnavailableError):
@@ -68,7 +86,7 @@ def refusal_of(error: SpecActorError) -> Refusal:
     return Refusal(str(error), 503 if isinstance(error, CallError) else 500)
 
 
-def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
+def _refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
     """Refusal for validation errors of pydantic; values of the body are not repeated."""
     problem = next(iter(problems))
     name = ".".join(str(one) for one in problem["loc"] if one != "body")
@@ -87,7 +105,54 @@ def error_body(error: HTTPException) -> dict[str, Any]:
     return {"error": what, "success": False, "message": error.detail}
 
 
+def as_json(value: Any) -> bytes:
+    """JSON of an answer. Half a surrogate pair, which UTF-8 cannot represent, becomes its escape sequence of JSON."""
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
 # ---- bodies ----
+
+
+class JsonRequest(Request):
+    """A request whose body is UTF-8 and has no half of a surrogate pair, so that each of its texts can be encoded."""
+
+    async def json(self) -> Any:
+        """The value of the body. Raises Refusal for text that cannot be encoded, JSONDecodeError for what is no JSON."""
+        try:
+            text = (await self.body()).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise Refusal(f"the body is not UTF-8 text (byte {error.start})") from None
+        value = json.loads(text)
+        if _HALVES.search(text) and (path := _path_of_half(value)) is not None:
+            raise Refusal(
+                f"{path or 'the body'} is not valid Unicode: it has half a surrogate pair", param=path or None
+            )
+        return value
+
+
+class JsonRoute(APIRoute):
+    """Route of endpoints that read a `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_checked(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_checked
+
+
+def _path_of_half(value: Any) -> str | None:
+    """Names and numbers, joined by dots, that lead to a text with half a surrogate pair; None without one."""
+    if isinstance(value, str):
+        return "" if _HALF.search(value) else None
+    found = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in found:
+        if isinstance(name, str) and _HALF.search(name):
+            return ""
+        if (path := _path_of_half(one)) is not None:
+            return f"{str(name)[:64]}.{path}".rstrip(".")
+    return None
 
 
 def _directory(path: str) -> str:
@@ -124,7 +189,7 @@ class JsonObject(BaseModel):
     def require_only(self, ignored: Collection[str], path: str) -> None:
         """Raises Refusal for a field that is neither listed nor ignored, unless it requests nothing."""
         for name, value in (self.model_extra or {}).items():
-            if name not in ignored and value not in (None, False, [], {}):
+            if name not in ignored and not requests_nothing(value):
                 raise Refusal(f"{name[:64]} is not available at {path}", param=name[:64])
 
 
@@ -176,11 +241,12 @@ class TemplateBody(JsonObject):
 # ---- sampling options ----
 
 OPENAI = Dialect(
-    known=(*FIELDS, "n"),
+    known=(*FIELDS, "n", "skip_special_tokens"),
     ignored=(
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
         *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
         *("return_token_ids", "return_tokens_as_token_ids", "parallel_tool_calls", "kv_transfer_params", "verbosity"),
+        "return_weight_versions",
     ),
 )
 """Fields of OpenAI's and vLLM's requests."""
@@ -196,6 +262,8 @@ class Wanted:
     """Number of choices of each prompt."""
     logprobs: int | None = None
     """Number of reported alternatives per token; None reports no log-probabilities."""
+    special: bool = False
+    """Whether texts have special tokens."""
 
 
 def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dialect: Dialect = OPENAI) -> Wanted:
@@ -207,5 +275,8 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dial
         raise Refusal(f"n is {clipped(n)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
     if own.get("prompt_logprobs") in (0, 1):  # in vLLM 0 requests those of the prompt's own tokens
         own["prompt_logprobs"] = own["prompt_logprobs"] is not False
+    skip = own.pop("skip_special_tokens", True)
+    if type(skip) is not bool:
+        raise Refusal(f"skip_special_tokens is {clipped(skip)}; it must be true or false", param="skip_special_tokens")
     sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
-    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)
+    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None, not skip)

@@ -8,27 +8,39 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 
-from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
-from specactor_ray.serve.requests import Directory, Integer, JsonObject, Label, Refusal, Text, TokenId, Wanted
+from specactor_ray.serve.requests import (
+    Directory,
+    Integer,
+    JsonObject,
+    JsonRoute,
+    Label,
+    Refusal,
+    Text,
+    TokenId,
+    Wanted,
+)
 from specactor_ray.serve.service import Service, Serving
 
 _SAMPLING = Dialect(
-    known=("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "first_position", "logprobs"),
+    known=(
+        *("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "first_position", "logprobs"),
+        "skip_special_tokens",
+    ),
     renamed={"max_new_tokens": "max_tokens", "sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"},
-    ignored=("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
+    ignored=("spaces_between_special_tokens", "stream_interval"),
 )
 """Its ignored parameters change no token id."""
 _IGNORED = (
     *("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank"),
-    *("priority", "modalities", "extra_key"),
+    *("priority", "modalities", "extra_key", "return_weight_versions"),
 )
 """Fields of a request that change no token."""
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 # ---- generation ----
@@ -77,11 +89,11 @@ def _wanted(service: Service, body: SglangGenerateBody, num_prompt: int) -> Want
 class SglangForm(Form):
     """Answers of `/generate`; each event repeats the content of the earlier ones."""
 
+    trims = True
+
     def __init__(self, service: Service, body: SglangGenerateBody, prompt: Sequence[int], wanted: Wanted) -> None:
         super().__init__(service, [prompt], wanted)
         self.name = body.rid or secrets.token_hex(16)
-        self._special = (body.sampling_params or {}).get("skip_special_tokens") is False
-        self._untrimmed = wanted.sampling.include_stop_str_in_output
         self._so_far = Part(0, "")
         """Content of the earlier events."""
 
@@ -96,7 +108,6 @@ class SglangForm(Form):
 
     def _choice(self, part: Part) -> dict[str, Any]:
         output, control = part.output, self.service.control
-        text = part.text if output is None else self._text(output)
         meta: dict[str, Any] = {
             "id": self.name,
             "finish_reason": None if output is None else _finish_reason(output),
@@ -110,20 +121,7 @@ class SglangForm(Form):
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
         if self.wanted.logprobs is not None:
             meta["output_token_logprobs"] = [(finite(token.logprob), token.token_id, None) for token in part.tokens]
-        return {"text": text, "output_ids": part.token_ids, "meta_info": meta}
-
-    def _text(self, output: Trajectory) -> str:
-        """Text as SGLang decodes it: without the token or text that ends the output, unless `no_stop_trim` is set."""
-        ids, stop = list(output.token_ids), output.stop_reason
-        if output.finish_reason == "stop" and not isinstance(stop, str) and not self._untrimmed:
-            ids.pop()
-        elif not self._special:
-            return output.text
-        tokenizer = self.service.tokenizer
-        text = str(tokenizer.decode(ids)) if self._special else decoded(tokenizer, ids)
-        if isinstance(stop, str) and not self._untrimmed and stop in text:
-            return text[: text.rfind(stop)]
-        return text
+        return {"text": part.text, "output_ids": part.token_ids, "meta_info": meta}
 
 
 def _finish_reason(output: Trajectory) -> dict[str, Any]:

@@ -11,11 +11,22 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
+from specactor_ray import __version__
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
-from specactor_ray.serve.requests import OPENAI, Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
+from specactor_ray.serve.requests import (
+    OPENAI,
+    Directory,
+    JsonObject,
+    JsonRoute,
+    Label,
+    Refusal,
+    RequestBody,
+    TokenId,
+    Wanted,
+)
 from specactor_ray.serve.service import Service, Serving
 
 _BY_DIRECTORY = (
@@ -41,11 +52,11 @@ _SAMPLING = Dialect(
 )
 """Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token cannot end the output. `extra_args`
 has prime-rl's form of log-probabilities."""
-_IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt")
+_IGNORED = (*("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt", "return_weight_versions"),)
 """Fields of a request that change no token: prefixes are never shared between versions of the weights."""
 
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 async def _refuse(request: Request) -> None:
@@ -65,7 +76,8 @@ class VllmGenerateBody(RequestBody):
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
-    output_mode: Literal["tokens"] | None = None
+    output_mode: Literal["tokens", "derender"] | None = None
+    """Both return token ids; `derender` names a client that decodes them itself."""
 
 
 @router.post("/inference/v1/generate")
@@ -91,11 +103,12 @@ class VllmForm(Form):
     def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
         super().__init__(service, [body.token_ids], wanted)
         self._name, self._prompt_ids = name, body.token_ids if body.return_token_ids else None
+        self._mode = body.output_mode or "tokens"
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         return {
             "request_id": self._name,
-            "output_mode": "tokens",
+            "output_mode": self._mode,
             "model": self.service.model,
             "choices": list(map(self._choice, parts)),
             "usage": self.usage(part.output for part in parts),
@@ -129,6 +142,40 @@ def _reported(token: Token) -> dict[str, Any]:
 
 def _named(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": finite(logprob)}
+
+
+# ---- state ----
+
+
+@router.get("/is_paused")
+async def is_paused(service: Serving) -> dict[str, bool]:
+    """Whether new requests wait for `/resume`."""
+    return {"is_paused": service.control.is_paused}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(service: Serving) -> dict[str, bool]:
+    """Whether the verifiers' memory is free until `/wake_up`."""
+    return {"is_sleeping": service.control.is_asleep}
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """Version of this package."""
+    return {"version": __version__}
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping() -> Response:
+    """The server answers."""
+    return Response()
+
+
+@router.get("/load")
+async def load(service: Serving) -> dict[str, int]:
+    """Number of running and waiting requests."""
+    return {"server_load": len(service.engine.running())}
 
 
 # ---- pauses ----

@@ -146,6 +146,30 @@ class TestAnswers:
         for choice in (whole, choices[-1]):
             assert (choice["finish_reason"], choice["stop_reason"]) == ended
 
+    @pytest.mark.parametrize("part", [1, 2, 50])
+    @pytest.mark.parametrize(
+        ("options", "stop", "expected"),
+        [
+            ({}, None, "ab"),
+            ({"skip_special_tokens": False}, None, "a<|user|>b"),
+            ({"skip_special_tokens": False, "include_stop_str_in_output": True}, None, "a<|user|>b<|eos|>"),
+            ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 3}, None, "a<|user|>b"),
+            ({"skip_special_tokens": False, "stop": "b"}, "b", "a<|user|>"),
+            ({"skip_special_tokens": False, "stop": "b", "include_stop_str_in_output": True}, "b", "a<|user|>b"),
+        ],
+    )
+    def test_special_tokens_are_in_the_text_on_request(
+        self, options: dict[str, Any], stop: str | None, expected: str, part: int
+    ) -> None:
+        engine = saying("a<|user|>b<|eos|>", part)
+        engine.finish_reason = "length" if "max_tokens" in options else "stop"
+        whole = post(COMPLETIONS, {"prompt": [5], **options}, engine).json()["choices"][0]
+        assert whole["text"] == expected and whole["stop_reason"] == stop
+        streamed = events(post(COMPLETIONS, {"prompt": [5], "stream": True, **options}, engine))
+        assert "".join(event["choices"][0]["text"] for event in streamed) == expected
+        chat = post(CHAT, {"messages": MESSAGES, **options}, engine).json()["choices"][0]
+        assert chat["message"]["content"] == expected
+
     def test_each_operation_of_the_schema_has_its_own_name(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -9,6 +9,7 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.serve.requests import Refusal, refusal_of, wanted_of
+from tests.fakes.scripted_engine import post
 
 DEFAULT = SamplingParams(temperature=0.7, max_tokens=16, seed=1)
 
@@ -54,9 +55,9 @@ def test_fields_are_translated() -> None:
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
     with pytest.raises((Refusal, InputError)) as caught:
         wanted_of(given, DEFAULT, 9)
-    refusal = caught.value if isinstance(caught.value, Refusal) else refusal_of(caught.value)
+    refusal = refusal_of(caught.value)
     (name,) = given
-    assert refusal.status_code == 400 and refusal.param == name
+    assert isinstance(refusal, Refusal) and refusal.status_code == 400 and refusal.param == name
     assert name == "\ud800" or name in refusal.detail
 
 
@@ -64,3 +65,48 @@ def test_what_asks_for_nothing_passes() -> None:
     given = {"min_p": 0.0, "response_format": {"type": "text"}, "skip_special_tokens": True, "stream_options": None}
     given |= {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True}
     assert wanted_of(given, DEFAULT, 9) == wanted_of({}, DEFAULT, 9)
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}])
+def test_an_unknown_field_that_requests_nothing_passes_everywhere(value: Any) -> None:
+    assert wanted_of({"unknown_field": value}, DEFAULT, 9) == wanted_of({}, DEFAULT, 9)
+    for path, body in (
+        ("/v1/completions", {"prompt": [1]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"unknown_field": value}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"unknown_field": value}}),
+    ):
+        assert post(path, body | {"unknown_field": value}).status_code == 200
+        for other in (0, True, "x"):
+            assert post(path, body | {"unknown_field": other}).status_code == 400
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"return_weight_versions": True},
+    {"return_weight_versions": False},
+    {"include_reasoning": True},
+    {"return_prompt_text": False},
+    {"skip_special_tokens": True},
+    {"skip_special_tokens": False},
+    {"add_special_tokens": True},
+    {"echo": False},
+]
+
+
+@pytest.mark.parametrize("given", NEUTRAL, ids=str)
+def test_neutral_values_of_vllms_fields_pass(given: dict[str, Any]) -> None:
+    assert post("/v1/completions", {"prompt": [1], **given}).status_code == 200
+    body = {"messages": [{"role": "user", "content": "a"}], **given}
+    assert post("/v1/chat/completions", body).status_code == 200
+    if "return_weight_versions" in given:
+        for mode in ("tokens", "derender"):
+            body = {"token_ids": [1], "sampling_params": {}, "output_mode": mode, **given}
+            answer = post("/inference/v1/generate", body)
+            assert answer.status_code == 200 and answer.json()["output_mode"] == mode
+
+
+@pytest.mark.parametrize(
+    "given", [{"include_reasoning": False}, {"enable_thinking": False}, {"do_sample": False}], ids=str
+)
+def test_false_that_would_change_the_answer_is_refused(given: dict[str, Any]) -> None:
+    assert post("/v1/completions", {"prompt": [1], **given}).status_code == 400

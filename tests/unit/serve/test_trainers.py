@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
+from specactor_ray import __version__
 from specactor_ray.actors.specs import ClusterView
+from specactor_ray.rollout.dispatch import WeightPolicy
 from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
 from tests.tiny import VOCAB_SIZE
 
@@ -179,3 +182,30 @@ def test_without_verifiers_it_does_not_generate() -> None:
     for verifiers, status in (({"verifier-0": None}, 200), ({}, 503)):
         service.rollout.view = lambda verifiers=verifiers: ClusterView(verifiers=verifiers)  # type: ignore[method-assign]
         assert on(service, lambda client: client.get("/health_generate")).status_code == status
+
+
+class PausedEngine(ScriptedEngine):
+    """An engine on which nothing runs when a pause begins."""
+
+    def pause(self, policy: WeightPolicy) -> Future[None]:
+        drained: Future[None] = Future()
+        drained.set_result(None)
+        return drained
+
+    def resume(self) -> None:
+        pass
+
+
+def test_state_in_vllms_form() -> None:
+    async def work(client: httpx.AsyncClient) -> list[Any]:
+        states = [(await client.get(path)).json() for path in ("/is_paused", "/is_sleeping", "/load", "/version")]
+        for path in ("/pause?mode=keep", "/resume"):
+            assert (await client.post(path)).is_success
+            states.append((await client.get("/is_paused")).json())
+        ping = await client.get("/ping")
+        return [*states, {ping.status_code: ping.content}]
+
+    still, paused = {"is_paused": False}, {"is_paused": True}
+    found = on(make_service(PausedEngine()), work)
+    version = {"version": __version__}
+    assert found == [still, {"is_sleeping": False}, {"server_load": 0}, version, paused, still, {200: b""}]
