@@ -117,16 +117,15 @@ class JsonRequest(Request):
     """A request whose body is UTF-8 and has no half of a surrogate pair, so that each of its texts can be encoded."""
 
     async def json(self) -> Any:
-        """The value of the body. Raises Refusal for text that cannot be encoded, JSONDecodeError for what is no JSON."""
+        """Value of the body. Raises Refusal for text that cannot be encoded, JSONDecodeError for what is not JSON."""
         try:
             text = (await self.body()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise Refusal(f"the body is not UTF-8 text (byte {error.start})") from None
         value = json.loads(text)
         if _HALVES.search(text) and (path := _path_of_half(value)) is not None:
-            raise Refusal(
-                f"{path or 'the body'} is not valid Unicode: it has half a surrogate pair", param=path or None
-            )
+            problem = "is not valid Unicode: it has half a surrogate pair"
+            raise Refusal(f"{path or 'the body'} {problem}", param=path or None)
         return value
 
 
