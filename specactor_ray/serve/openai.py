@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -29,11 +29,14 @@ from specactor_ray.serve.requests import (
     Wanted,
 )
 from specactor_ray.serve.service import Service, Serving
+from specactor_ray.serve.tool_calls import CALL, opens_thought, parsed_calls
 from specactor_ray.target.rows import refuse_unknown
 
 _CHOOSABLE = ("add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that requests set; all others of its names are no template variables."""
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_END = 16
+"""Tokens at the end of a prompt in which a template may open a thought."""
+
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -154,7 +157,7 @@ async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> R
     return await answer(request, form, stream=body.stream, name=name, session=body.session, priority=body.priority)
 
 
-# ---- chat messages and tool calls (the Hermes form, which Qwen and others write) ----
+# ---- chat messages ----
 
 
 async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
@@ -185,25 +188,6 @@ def _with_parsed_arguments(message: Any) -> Any:
         except (TypeError, KeyError, ValueError, RecursionError):
             parsed.append(call)
     return {**message, "tool_calls": parsed}
-
-
-def _parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Text before the first tool call, and the calls as OpenAI's clients expect them. If one of the calls cannot be
-    parsed, the text is returned unchanged, without calls."""
-    content, *blocks = text.split(_CALL)
-    calls = []
-    for block in blocks:
-        try:
-            call = json.loads(block.partition(_CALL_END)[0])
-        except (ValueError, RecursionError):
-            return text, []
-        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-            return text, []
-        arguments = call.get("arguments", {})
-        encoded = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        function = {"name": call["name"], "arguments": encoded}
-        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-    return (content.rstrip() if calls else content), calls
 
 
 # ---- answers ----
@@ -293,7 +277,9 @@ class ChatForm(OpenAIForm):
 
     def __init__(self, service: Service, body: ChatBody, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         super().__init__(service, body, prompts, wanted)
-        self.until = _CALL if body.tools and body.tool_choice != "none" else ""
+        self.until = CALL if body.tools and body.tool_choice != "none" else ""
+        end = service.tokenizer.decode(prompts[0][-_END:]) if self.until else ""
+        self._in_thought = opens_thought(end)
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         answer = super().whole(parts)
@@ -310,7 +296,9 @@ class ChatForm(OpenAIForm):
     def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
         content, calls = part.text, list[dict[str, Any]]()
         if self.until and part.output is not None:
-            content, calls = _parsed_calls(part.text)
+            whole = self.text(part.output)
+            content, calls = parsed_calls(whole, self._in_thought)
+            content = content[len(whole) - len(part.text) :]
         choice = self.frame(part)
         if calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
