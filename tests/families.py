@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_BASE, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", {**_BASE, **_EXPERTS}),
     "glm4-moe": ("Glm4Moe", {**_BASE, **_BIASED}),
-    "deepseek-v3": ("DeepseekV3", {**_BASE, **_BIASED, **_LATENT}),
+    "deepseek-v3": ("DeepseekV3", {**_BASE, **_BIASED, **_LATENT, "num_key_value_heads": 4}),
 }
 """Name → transformers' class of the configuration, and its settings."""
 

@@ -20,7 +20,7 @@ from specactor_ray.target.base import TargetEngine
 from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
-    from specactor_ray.models.weight_buckets import WeightBucket
+    from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout
     from specactor_ray.verify.drafting import Drafting
 
 COMMAND_TIMEOUT_S = 300.0
@@ -108,12 +108,21 @@ class ActorHost:
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls, method: str = "") -> WeightSet:
+def put_weights(
+    version: int,
+    buckets: Iterable[WeightBucket | None],
+    calls: Calls,
+    method: str = "",
+    layout: WeightLayout | None = None,
+) -> WeightSet:
     """Put weights of the target, or of a draft method, into the object store, bucket by bucket; they live as long as
-    the result is held."""
+    the result is held. With the target's `layout` they get a probe, so that every engine proves that it has them."""
     references, num_bytes = [], 0
     for bucket in buckets:
         if bucket is not None:  # None: the rank takes part in gathering and exports nothing
             references.append(calls.transport.put(bucket))
             num_bytes += bucket.data.nbytes
-    return WeightSet(version, tuple(references), num_bytes, method)
+    probe = None
+    if layout is not None and references:  # of what was really sent, where the object store has it
+        probe = layout.probe(calls.transport.fetch(tuple(references), COMMAND_TIMEOUT_S))
+    return WeightSet(version, tuple(references), num_bytes, method, probe)

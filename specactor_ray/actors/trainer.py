@@ -133,8 +133,12 @@ class TrainerActor:
         self._running().engine.reload()
 
     def _export(self, version: int) -> WeightSet | None:
-        weights = put_weights(version, self._running().buckets(), self._calls)  # all ranks gather together
-        return weights if self._running().rank == 0 else None
+        trainer = self._running()
+        weights = put_weights(
+            version, trainer.buckets(), self._calls, layout=trainer.layout
+        )  # all ranks gather together
+        trainer.progress.tick()
+        return weights if trainer.rank == 0 else None
 
     def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:
         """The result of `work`, or the last result if that call had the same key."""

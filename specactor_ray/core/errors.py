@@ -97,6 +97,10 @@ class UnavailableError(InputError):
         super().__init__(f"{where}{clipped_text(option)}={value} is not available: {reason}. Fix: {fix}")
 
 
+class WeightsError(SpecActorError):
+    """Weights did not arrive: an engine cannot load them, or computes something else with them than transformers."""
+
+
 class OverloadedError(SpecActorError):
     """Too many requests wait already; the same request may be accepted later (HTTP's 429)."""
 

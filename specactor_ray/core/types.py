@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,3 +115,14 @@ class TopTokens:
     tokens: np.ndarray
     """int32, tokens of all positions one after the other, the most probable first; `logprobs` (float32) likewise."""
     logprobs: np.ndarray
+
+
+class Probe(NamedTuple):
+    """What a model with certain weights computes, for comparisons."""
+
+    token_ids: np.ndarray
+    """int32 `(n,)`."""
+    logprobs: np.ndarray
+    """float32 `(n - 1,)`: log-probabilities of `token_ids[1:]`, each after all tokens before it, in nats."""
+    tolerance: float
+    """Largest average difference from them, in nats, that is rounding."""

@@ -145,7 +145,7 @@ async def _send(weights: Iterable[tuple[str, Any]], global_steps: int | None, is
     if not servers:
         raise InputError(f"verl: there are weights for rollout.name={NAME}, and no server")
     layout = await servers[0].weight_layout.remote()
-    packed = put_weights(0, layout.buckets(weights), Calls())
+    packed = put_weights(0, layout.buckets(weights), Calls(), layout=layout)
     await asyncio.gather(*(server.update_weights.remote(packed, global_steps) for server in servers))
 
 

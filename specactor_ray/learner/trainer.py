@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, 
 from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, parse_dtype, weight_dtypes
-from specactor_ray.models.weight_buckets import WeightBucket, grouped, pack
+from specactor_ray.models.loading import load_model, load_tokenizer, named_weights
+from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
 WEIGHTS, ENGINE = "weights", "engine"
 """Folders of a checkpoint: the model in the format of transformers, and the engine's training state."""
@@ -54,15 +55,21 @@ class Trainer:
         """Train on the samples of one step; see `PolicyUpdater.update`."""
         return self._updater.update(samples, step, seed)
 
+    @functools.cached_property
+    def layout(self) -> WeightLayout:
+        """The layout of the weights for verifiers."""
+        target, size = self._config.target, self._config.trainer.weight_bucket_mb * 2**20
+        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=target.trust_remote_code)
+
     def buckets(self) -> Iterator[WeightBucket | None]:
-        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0. All ranks iterate
+        """The model's weights as verifiers hold them, bucket by bucket; None on ranks other than 0. All ranks iterate
         over it together."""
-        model, most_bytes = self.engine.policy.model, self._config.trainer.weight_bucket_mb * 2**20
-        dtypes = weight_dtypes(model, parse_dtype(self._config.target.dtype))
-        # Numbers of at most 4 bytes; the size of what a rank holds a share of is that of the whole.
-        for chosen in grouped(named_weights(model), lambda weight: 4 * _numel(weight), most_bytes):
+        weights, layout = named_weights(self.engine.policy.model), self.layout
+        for chosen in grouped(
+            weights, lambda weight: 4 * _numel(weight), layout.bucket_bytes
+        ):  # of at most 4 bytes each
             with self.engine.gathered(_parameters(chosen)):
-                yield pack(chosen, dtypes) if self.rank == 0 else None
+                yield pack(chosen, layout.dtypes) if self.rank == 0 else None
             self.progress.tick()
 
     def save(self, folder: Path) -> SavedPart:

@@ -4,11 +4,16 @@ drafter and trainer after a load of weights."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from specactor_ray.core.errors import WeightsError
+from specactor_ray.core.types import Probe
+from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.models.loading import load_empty_model, parse_dtype
 
 PROBE_LENGTH = 48
 
@@ -18,16 +23,55 @@ def probe_tokens(vocab_size: int, length: int = PROBE_LENGTH) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, length, np.int32)
 
 
-@torch.inference_mode()
+def probe_of(name: str, dtype: str, weights: Mapping[str, torch.Tensor], *, trust_remote_code: bool = False) -> Probe:
+    """What transformers computes on the CPU for the model `name` in `dtype` with these weights, which are not copied.
+    Raises WeightsError if they are incomplete, or give no finite numbers."""
+    empty = load_empty_model(name, trust_remote_code=trust_remote_code)
+    state, kind = dict(weights), parse_dtype(dtype)
+    with quiet_transformers():
+        model, info = type(empty).from_pretrained(  # also makes the tables that are not weights
+            None, config=empty.config, state_dict=state, dtype=kind, output_loading_info=True
+        )
+    if info["missing_keys"]:
+        raise WeightsError(f"the weights lack {sorted(info['missing_keys'])[0]}")
+    tokens = probe_tokens(empty.config.get_text_config().vocab_size)
+    model.eval()
+    logprobs = eager_logprobs(model, tokens)
+    if not np.isfinite(logprobs).all():
+        raise WeightsError(
+            "the new weights give log-probabilities that are no finite numbers; the training has diverged"
+        )
+    return Probe(tokens, logprobs, _tolerance(model, tokens, logprobs, kind))
+
+
+_EXACT_NATS, _ROUNDED_NATS, _TIMES_NOISE = 1e-3, 0.05, 4.0
+"""Tolerance in float32; least tolerance in 16 bits, and its ratio to the noise of the model."""
+
+
+def _tolerance(model: Any, tokens: np.ndarray, logprobs: np.ndarray, dtype: torch.dtype) -> float:
+    """Average difference that rounding explains: in 16 bits a multiple of that between two forms of attention, which
+    depends on the model (experts are chosen by rounded numbers)."""
+    if dtype == torch.float32:
+        return _EXACT_NATS
+    noise = float(np.abs(logprobs_as_set(model, tokens) - logprobs).mean())
+    return max(_ROUNDED_NATS, _TIMES_NOISE * noise)
+
+
 def eager_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:
     """float32 `(n - 1,)`: log-probabilities of `tokens[1:]`, each after all tokens before it, in nats.
 
     One forward of an unchanged transformers model over the whole sequence, without a cache and with eager attention,
     which every other form of attention must equal.
     """
-    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
     with _eager_attention(model):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return logprobs_as_set(model, tokens)
+
+
+@torch.inference_mode()
+def logprobs_as_set(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """`eager_logprobs` with the attention and the mode that the model is set to."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     return chosen.cpu().numpy()
 

@@ -17,7 +17,14 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.loading import tied
-from specactor_ray.models.packed_linear import PackedLinear, assign_weights, can_pack, cheapest_row_counts, pack_linears
+from specactor_ray.models.packed_linear import (
+    PackedLinear,
+    assign_weights,
+    can_pack,
+    cheapest_row_counts,
+    pack_linears,
+    stale_weights,
+)
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
 from specactor_ray.models.threads import thread_count
@@ -124,6 +131,10 @@ class RaggedModel:
         """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and
         nothing was changed."""
         assign_weights(self.model, state_dict, self._tied)
+
+    def stale_weights(self, state_dict: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of weights whose values in the model are not these."""
+        return stale_weights(self.model, state_dict, self._tied)
 
     def sleep(self) -> None:
         """Free the memory of the cache, and on a GPU that of the weights; every row must be free."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError, did_you_mean
+from specactor_ray.core.types import Probe
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import (
     load_empty_model,
@@ -26,6 +27,7 @@ from specactor_ray.models.loading import (
     tied,
     weight_dtypes,
 )
+from specactor_ray.models.probe import probe_of
 
 T = TypeVar("T", bound=torch.Tensor)
 _ALIGNMENT = 16
@@ -108,8 +110,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Names, shapes and data type of the target's weights, for any process that holds weights of the policy."""
+    """The target and the names, shapes and data types of its weights, for any process that holds some of the policy."""
 
+    model: str
+    """Name of the target, and the data type in which engines load it, such as `float32`."""
+    dtype: str
+    trust_remote_code: bool
     shapes: Mapping[str, tuple[int, ...]]
     """Name → shape of every weight."""
     tied: Mapping[str, str]
@@ -124,12 +130,18 @@ class WeightLayout:
         empty = load_empty_model(model, trust_remote_code=trust_remote_code)
         empty.tie_weights()
         shapes = {name: tuple(weight.shape) for name, weight in named_weights(empty, every_name=True)}
-        return cls(shapes, tied(empty), weight_dtypes(empty, parse_dtype(dtype)), bucket_bytes)
+        dtypes = weight_dtypes(empty, parse_dtype(dtype))
+        return cls(model, dtype, trust_remote_code, shapes, tied(empty), dtypes, bucket_bytes)
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
         """The weights in buckets. Raises the errors of `fitting_weights`."""
         for bucket in grouped(fitting_weights(weights, self), padded_bytes, self.bucket_bytes):
             yield pack(bucket, self.dtypes)
+
+    def probe(self, buckets: Iterable[WeightBucket]) -> Probe:
+        """What transformers computes with the weights in these buckets; see `probe_of`."""
+        weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
+        return probe_of(self.model, self.dtype, weights, trust_remote_code=self.trust_remote_code)
 
 
 def fitting_weights(weights: Weights, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -217,7 +217,7 @@ class Rollout(RunClient):
         """Check new weights and put them into the object store, for `update_weights`; requests continue. An InputError
         names a tensor that does not fit the target."""
         self.require_open()
-        return self.put_weights(self.weight_layout.buckets(weights))
+        return self.put_weights(self.weight_layout.buckets(weights), self.weight_layout)
 
     @functools.cached_property
     def weight_layout(self) -> WeightLayout:

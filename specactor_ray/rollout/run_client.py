@@ -24,7 +24,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
-    from specactor_ray.models.weight_buckets import WeightBucket
+    from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class RunClient:
         """Yield each entry when it has ended; see `Engine.run`."""
         yield from self.engine.run(entries)
 
-    def put_weights(self, buckets: Iterable[WeightBucket]) -> WeightSet:
+    def put_weights(self, buckets: Iterable[WeightBucket], layout: WeightLayout) -> WeightSet:
         """Put the next version of the policy's weights into the object store."""
         self.require_open()
-        return put_weights(self.weight_version + 1, buckets, self._calls)
+        return put_weights(self.weight_version + 1, buckets, self._calls, layout=layout)
 
     def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
         """See `Rollout.update_weights`."""

@@ -143,6 +143,12 @@ class SimulatedEngine:
         self._clock.work(self._world.sync_s)
         self.weight_version = version
 
+    def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+        return np.full(len(token_ids) - 1, -1.0, np.float32)
+
+    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
+        return []
+
     def reset_prefix_cache(self) -> None:
         pass
 

@@ -126,6 +126,23 @@ class HfEngine:
         self._admission.prefixes.clear()
         self._model.cache.truncate(self._admission.cache_rows(self._admission.admitted()[0]), 0)
 
+    def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+        model, parts = self._model, list[np.ndarray]()
+        if (row := model.cache.open(len(token_ids))) is None:
+            self.reset_prefix_cache()
+            if (row := model.cache.open(len(token_ids))) is None:
+                raise InputError(f"the cache has no room for {len(token_ids)} tokens beside its requests")
+        for begin in range(0, len(token_ids) - 1, _MOST_SCORED):
+            inputs, targets = (token_ids[at : at + _MOST_SCORED] for at in (begin, begin + 1))
+            inputs = inputs[: len(targets)]
+            count = np.array([len(inputs)])
+            parts.append(logprobs_of(model.forward(np.array([row]), count, inputs, count).logits, targets))
+        model.cache.free(row)
+        return np.concatenate(parts or [np.zeros(0, np.float32)])
+
+    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
+        return self._model.stale_weights(state_dict)
+
     def reset_prefix_cache(self) -> None:
         self._admission.prefixes.clear()
 

@@ -28,7 +28,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped
 from specactor_ray.core.ragged import begins, places
-from specactor_ray.core.types import TopTokens
+from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
 from specactor_ray.models.packed_linear import whole_weights
 from specactor_ray.sampling.keyed import Found
@@ -239,6 +239,19 @@ class VllmEngine:
     def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Shapes and ties of weights, which no update changes."""
         return weight_shapes(self._config.model, trust_remote_code=self._config.trust_remote_code)
+
+    def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+        if self.has_work():
+            raise InputError("requests are running")
+        sampling, found = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True), np.zeros(0, np.float32)
+        self.add(0, TargetRequest("probe", tuple(token_ids.tolist()), sampling))
+        while self.has_work():
+            found = self.step().prompt_logprobs.get(0, found)
+        self.reset_prefix_cache()
+        return found
+
+    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
+        return []  # its own names and layouts
 
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()

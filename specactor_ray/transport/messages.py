@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.core.types import SamplingParams, TopTokens
+from specactor_ray.core.types import Probe, SamplingParams, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,8 @@ class WeightSet:
     num_bytes: int = 0
     method: str = ""
     """The draft method; empty: the target."""
+    probe: Probe | None = field(default=None, compare=False)
+    """What an engine computes with these weights; None where none is made, as for draft methods."""
 
 
 ToRollout = Progress | Finished | Refused

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.target.proof import prove
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
@@ -25,6 +26,9 @@ from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.requests import Requests
 
 logger = logging.getLogger(__name__)
+
+_NO_VERSION = -1
+"""Version of an engine whose load of weights failed: no request has it, and every version is newer."""
 
 
 class VerifyLoop(Loop):
@@ -40,6 +44,9 @@ class VerifyLoop(Loop):
         self._engine, self._drafting, self._hosted = engine, drafting, hosted
         self._suspension = drafting.policy.suspension
         self._requests = Requests(engine, drafting, clock)
+        self._asleep = False
+        self._unproved: Callable[[], None] | None = None
+        """Check of weights that came while the engine slept, without memory for a forward."""
         self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
         """The latest list of drafters in other processes."""
@@ -102,11 +109,11 @@ class VerifyLoop(Loop):
 
     def sleep(self) -> Future[None]:
         """Free the cache's memory until `wake`."""
-        return self.call(self._engine.sleep)
+        return self.call(self._sleep)
 
     def wake(self) -> Future[None]:
-        """Allocate the cache's memory again."""
-        return self.call(self._engine.wake)
+        """Allocate the cache's memory again. WeightsError: weights that came meanwhile are not in the engine."""
+        return self.call(self._wake_up)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
         """Events for the rollout; see `EventQueue.read`. All events except `Progress` are urgent."""
@@ -214,6 +221,30 @@ class VerifyLoop(Loop):
         for drafter in self._hosted:
             if drafter.spec.method == weights.method:
                 drafter.loop.take_weights(weights.version, state_dict)
-        if not weights.method and weights.version > self._engine.weight_version:
-            self._requests.clear()
-            self._engine.load_weights(weights.version, state_dict)
+        engine = self._engine
+        if weights.method or weights.version <= engine.weight_version:
+            return
+        self._requests.clear()
+        engine.weight_version = _NO_VERSION  # unless all goes well
+        self._unproved = None
+        engine.load_weights(weights.version, state_dict)
+        self._unproved = functools.partial(prove, engine, weights, state_dict)
+        if not self._asleep:
+            self._prove()
+
+    def _prove(self) -> None:
+        """Check the weights that were loaded last, if that is still to be done."""
+        proof, self._unproved = self._unproved, None
+        if proof is not None:
+            version, self._engine.weight_version = self._engine.weight_version, _NO_VERSION
+            proof()
+            self._engine.weight_version = version
+
+    def _sleep(self) -> None:
+        self._engine.sleep()
+        self._asleep = True
+
+    def _wake_up(self) -> None:
+        self._engine.wake()
+        self._asleep = False
+        self._prove()

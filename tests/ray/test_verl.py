@@ -227,7 +227,8 @@ def test_sleep_and_wake(local: VerlServer, plain: Rollout) -> None:
         await local.sleep()
         await local.wake_up(["weights"])
         await local.release_kv_cache()
-        weight_set = plain.put_weights((await local.weight_layout()).buckets(weights(1.0)))
+        layout = await local.weight_layout()
+        weight_set = plain.put_weights(layout.buckets(weights(1.0)), layout)
         await local.update_weights(weight_set, global_steps=9)
         await local.wake_up(["kv_cache"])
         return [first, await local.generate(ids(0), asked, "b")]

@@ -62,10 +62,10 @@ def tokens(rollout: Rollout) -> list[Sequence[int]]:
 
 
 def changed(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The weights after a training step of a kind."""
+    """The weights after a training step of a kind: matrices, norms and biases move."""
     noise = torch.Generator().manual_seed(seed)
     return {
-        name: value + 0.1 * value.std() * torch.randn(value.shape, generator=noise) if value.dim() > 1 else value
+        name: value + 0.1 * value.abs().mean() * torch.randn(value.shape, generator=noise)
         for name, value in weights.items()
     }
 

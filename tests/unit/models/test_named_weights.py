@@ -66,7 +66,9 @@ def test_tensors_of_all_kinds_share_a_bucket() -> None:
     assert {key: tensor.dtype for key, tensor in found.items()} == dtypes
     assert all(torch.equal(found[key], tensor) for key, tensor in whole.items())
 
-    layout = WeightLayout({key: tuple(tensor.shape) for key, tensor in whole.items()}, {}, dtypes, 2**20)
+    layout = WeightLayout(
+        "m", "float32", False, {key: tuple(tensor.shape) for key, tensor in whole.items()}, {}, dtypes, 2**20
+    )
     assert len(list(layout.buckets(whole))) == 1
     for wrong in (torch.randn(5), torch.arange(5, dtype=torch.int64)):
         with pytest.raises(InputError, match=r"ids is .*; allowed are int32"):
