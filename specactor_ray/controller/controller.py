@@ -127,13 +127,15 @@ class Controller:
         self._post(lambda: self._scale(drafters))
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Send these weights of the policy to all present and later verifiers. Returns when all ready ones have them; a
-        verifier that fails to load them is replaced. Idempotent. InputError for a version that is not above
-        all earlier ones; SpecActorError after `timeout_s` seconds, the verifiers get the weights later."""
+        """Send these weights of the policy to all present and later verifiers. Returns when all ready ones, at least
+        one, have them. Idempotent. InputError for a version that is not above all earlier ones; WeightsError if they
+        cannot be loaded, so that verifiers wait for the next version; SpecActorError after `timeout_s` seconds, the
+        verifiers get the weights later."""
         self._weights.set_current(weights)
         self._wake.set()
         if not self._weights.wait_for(weights.version, timeout_s):
-            raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
+            late = f"weights of version {weights.version} were not taken within {timeout_s:g} s"
+            raise SpecActorError(late + self._weights.problem)
 
     def offer_weights(self, weights: WeightSet) -> None:
         """Take new weights that a draft method was taught, for its present and later actors."""

@@ -13,7 +13,15 @@ from specactor_ray.cluster.backend import Demand, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
-from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
+from specactor_ray.core.errors import (
+    ActorLostError,
+    ActorUnavailableError,
+    CallTimeoutError,
+    InputError,
+    SpecActorError,
+    UserError,
+    WeightsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +90,12 @@ class Channel:
     @property
     def has_failed(self) -> bool:
         """Whether the last version is not sent again."""
-        return self._failures >= self._attempts
+        return self._failures >= self._attempts or self.is_final
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the last version failed in a way that no repetition mends."""
+        return self._failures > 0 and isinstance(self.error, WeightsError | InputError)
 
     def update(self, version: int, now: float, send: Callable[[], Call]) -> None:
         """Take an answer that has arrived. Then send this version, unless the actor has it or a call is in flight.
@@ -92,7 +105,7 @@ class Channel:
         if self._call is not None or version == self.acked:
             return
         if version != self._sent:
-            self._sent, self._failures = version, 0
+            self._sent, self._failures, self.error = version, 0, None
         elif self.has_failed or now < self._retry_at:
             return
         self._call = send()
@@ -229,6 +242,8 @@ def _named(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
     if isinstance(error, UserError):
         return error
     text = f"{actor_id} {what}: {error}"
+    if isinstance(error, WeightsError):
+        return WeightsError(text)
     return ActorLostError(text, error.node_lost) if isinstance(error, ActorLostError) else SpecActorError(text)
 
 

@@ -18,9 +18,9 @@ from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Pha
 from specactor_ray.cluster.calls import Call
 from specactor_ray.config.methods import inline_drafters, taught_by_trainer
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
-from specactor_ray.controller.members import Member
+from specactor_ray.controller.members import Channel, Member
 from specactor_ray.core.clock import Clock
-from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ P = TypeVar("P", bound=Hashable)
 Service = frozenset[tuple[str, int]]
 """Pairs of a draft actor and a group that it serves."""
 _PEERS_TIMEOUT_S = 30.0
+_MOST_FAILED, _MOST_LOST = 2, 4
+"""Verifiers that fail to load a version, and that each seat loses meanwhile, before the version is given up."""
 
 
 def group_of(seat: int, replicas: int) -> int:
@@ -114,8 +116,45 @@ class PeerSync:
         }
 
 
+class Trials:
+    """The verifiers that try to load a version of the policy's weights.
+
+    Attributes:
+        refusal: Why the version is given up: it is sent to no verifier any more.
+        problem: The last error of a verifier.
+    """
+
+    def __init__(self, version: int, replicas: int) -> None:
+        self.refusal: WeightsError | None = None
+        self.problem = ""
+        self._version, self._most_lost = version, _MOST_LOST * replicas
+        self._tried, self._failed = set[str](), set[str]()
+
+    def judge(self, verifiers: Mapping[str, Channel]) -> None:
+        """Give the version up if a verifier's error is final, two failed, or `_MOST_LOST` per seat were lost before
+        one had loaded it. `verifiers`: the present ones, with their updates."""
+        for name, channel in verifiers.items():
+            self.problem = str(channel.error or self.problem)
+            if channel.has_failed:
+                self._failed.add(name)
+                if channel.is_final or len(self._failed) >= _MOST_FAILED:
+                    self._refuse(str(channel.error))
+        self._tried |= verifiers.keys()
+        if any(channel.acked == self._version for channel in verifiers.values()):
+            self._tried.clear()
+        lost = len(self._tried - verifiers.keys() - self._failed)
+        if lost >= self._most_lost:
+            self._refuse(f"{lost} verifiers in a row were lost meanwhile. {self.problem}")
+
+    def _refuse(self, reason: str) -> None:
+        if self.refusal is None:
+            self.refusal = WeightsError(f"weights of version {self._version} cannot be loaded: {reason}")
+            logger.error("%s", self.refusal)
+
+
 class WeightSync:
-    """Sends the newest weights to members that lack them. One that repeatedly fails to load its own is marked dead.
+    """Sends the newest weights to members that lack them. One that repeatedly fails to load its own is marked dead, but
+    a version that verifiers cannot load is given up (`Trials`): they wait for the next one.
 
     A method that the trainer teaches has its own weights and versions; no call waits for them. Verifiers that host the
     method get them, too.
@@ -128,10 +167,12 @@ class WeightSync:
             self._receivers[taught.method] = VERIFIER if taught in inline_drafters(config) else taught.method
         self._newest: dict[str, WeightSet] = {}
         """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""
+        self._replicas = config.target.replicas
+        self._trials = Trials(0, self._replicas)
         self._in_place = 0
         """Version of the policy that all verifiers have."""
         self._changed = clock.condition()
-        """Guards all weights; notified when every verifier has the policy's newest ones."""
+        """Guards all weights; notified when every verifier has the policy's newest ones, or they are given up."""
 
     def set_current(self, weights: WeightSet) -> None:
         """Set new weights of the policy. InputError if they are not newer than the current ones: a version is never
@@ -140,13 +181,23 @@ class WeightSync:
             current = self._newest.get(VERIFIER)
             if current is None or weights.version > current.version:
                 self._newest[VERIFIER] = weights
+                self._trials = Trials(weights.version, self._replicas)
             elif weights.version < current.version or weights.buckets != current.buckets:
                 raise InputError(f"weights of version {weights.version} come after version {current.version}")
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait until all ready verifiers have this version. Returns whether they have."""
+        """Wait until all ready verifiers, at least one, have this version. Returns whether they have. WeightsError: it
+        cannot be loaded."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
+            self._changed.wait_for(lambda: self._in_place >= version or self._is_refused(), timeout_s)
+            if self._in_place < version and self._trials.refusal is not None:
+                raise self._trials.refusal
+            return self._in_place >= version
+
+    @property
+    def problem(self) -> str:
+        """The last error of a verifier with the newest weights, after a colon; empty without one."""
+        return f": {self._trials.problem}" if self._trials.problem else ""
 
     def offer(self, weights: WeightSet) -> None:
         """Take new weights of a draft method. They count if it is taught and the version is newer."""
@@ -160,7 +211,7 @@ class WeightSync:
     def is_settled(self) -> bool:
         """Whether no policy weights are in flight to verifiers."""
         current = self._newest.get(VERIFIER)
-        return current is None or self._in_place >= current.version
+        return current is None or self._in_place >= current.version or self._is_refused()
 
     def update(self, members: Iterable[Member], now: float) -> None:
         """Send missing weights and take the answers that have arrived. Never blocks."""
@@ -168,22 +219,34 @@ class WeightSync:
             ready = [member for member in members if member.phase is Phase.READY and member.error is None]
             for member in ready:
                 self._update_one(member, now)
-            current, verifiers = self._newest.get(VERIFIER), (one for one in ready if one.key == VERIFIER)
-            if current is not None and all(self._is_current(member) for member in verifiers):
-                self._in_place = current.version
+            current, verifiers = self._newest.get(VERIFIER), [one for one in ready if one.key == VERIFIER]
+            if current is not None:
+                self._trials.judge({member.actor_id: member.weights[VERIFIER] for member in verifiers})
+                if not self._is_refused() and verifiers and all(map(self._is_current, verifiers)):
+                    self._in_place = current.version
                 self._changed.notify_all()
+            for member in ready:
+                self._mark(member)
 
     def _update_one(self, member: Member, now: float) -> None:
         for key, weights in self._newest.items():
-            if self._receivers[key] == member.key:
+            if self._receivers[key] == member.key and not (key == VERIFIER and self._is_refused()):
                 send = functools.partial(member.call, "load_weights", weights)
                 member.weights[key].update(weights.version, now, send)
+
+    def _mark(self, member: Member) -> None:
+        """Mark a member that serves, or that must be replaced."""
         own = member.weights[member.key]
+        member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
         if isinstance(own.error, ActorLostError):
             member.error = own.error
+        elif own.has_failed and member.key == VERIFIER and self._is_refused():
+            member.note = str(own.error)
         elif own.has_failed:
             member.error = SpecActorError(f"weights: {own.error}")
-        member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
+
+    def _is_refused(self) -> bool:
+        return self._trials.refusal is not None
 
     def _is_current(self, member: Member) -> bool:
         newest = self._newest.get(member.key)

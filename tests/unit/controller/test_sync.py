@@ -17,7 +17,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.controller.members import Member, Seat, next_view
 from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
-from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.clocks import HandClock
 from tests.fakes.hand_transport import HandTransport
@@ -254,3 +254,61 @@ class TestWeights:
                 sync.set_current(wrong)
         send(sync, one)
         assert one.sent("load_weights") == [(WeightSet(3, ("a",)),)]
+
+    def test_no_verifier_is_no_success(self) -> None:
+        sync, one = make_sync(), HandMember(VERIFIER)
+        sync.set_current(WeightSet(1, ("a",)))
+        send(sync)
+        send(sync, HandMember("eagle"))
+        assert not in_place(sync, 1) and not sync.is_settled()
+        settle(sync, one)
+        assert in_place(sync, 1)
+
+    @pytest.mark.parametrize("error", [WeightsError("version 1 did not arrive"), InputError("no lm_head.weight")])
+    def test_an_error_that_is_final_gives_the_version_up_and_replaces_nobody(self, error: SpecActorError) -> None:
+        sync, first, second = make_sync(), HandMember(VERIFIER, 0), HandMember(VERIFIER, 1)
+        sync.set_current(WeightSet(1, ("a",)))
+        send(sync, first, second)
+        first.answer("load_weights")
+        second.answer("load_weights", error)
+        settle(sync, first, second)
+        assert second.versions == [1] and second.error is None and not second.serves and str(error) in second.note
+        with pytest.raises(WeightsError, match=f"version 1 cannot be loaded: .*{error}"):
+            in_place(sync, 1)
+        assert sync.is_settled()
+        late = HandMember(VERIFIER, 2)
+        send(sync, first, second, late)
+        assert late.versions == [] and not late.serves
+        sync.set_current(WeightSet(2, ("b",)))  # which is right
+        settle(sync, first, second, late)
+        assert in_place(sync, 2) and second.serves and late.serves
+
+    def test_two_verifiers_that_fail_give_the_version_up_with_their_own_error(self) -> None:
+        sync, gone = make_sync(), list[HandMember]()
+        sync.set_current(WeightSet(1, ("a",)))
+        for index in range(3):
+            member = HandMember(VERIFIER, 0, str(index))
+            for _ in range(8):
+                if member.error is None:
+                    send(sync, member)
+                    member.answer("load_weights", "ValueError: model.layers.0.experts")
+            gone.append(member)
+        assert [len(one.versions) for one in gone] == [3, 3, 0], "the third one is not even tried"
+        assert gone[0].error is not None and gone[1].error is None
+        with pytest.raises(WeightsError, match=r"version 1 cannot be loaded: .*ValueError: model\.layers\.0\.experts"):
+            in_place(sync, 1)
+
+    def test_verifiers_that_die_of_a_version_are_not_replaced_for_ever(self) -> None:
+        sync = make_sync()
+        sync.set_current(WeightSet(1, ("a",)))
+        for index in range(4):
+            assert not in_place(sync, 1)
+            send(sync, HandMember(VERIFIER, 0, str(index)))  # and is gone in the next round
+        send(sync)
+        with pytest.raises(WeightsError, match="4 verifiers in a row were lost"):
+            in_place(sync, 1)
+        sync.set_current(WeightSet(2, ("a",)))
+        for index in range(9):  # each is lost after it has loaded them
+            one = HandMember(VERIFIER, 0, f"next-{index}")
+            settle(sync, one)
+            assert in_place(sync, 2) and one.serves
