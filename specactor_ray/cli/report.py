@@ -23,7 +23,13 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
     figures = [
         ("mode", summary["config"]["mode"]),
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
-        ("tokens", f"{summary['tokens']:,} in {summary['seconds']:.1f} s"),
+        ("tokens", f"{counts['tokens']:,} in these trajectories"),
+        *(
+            [("resumed", f"{summary['resumed']} of them were there; all below is of the rest")]
+            * bool(summary["resumed"])
+        ),
+        ("generated", f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"),
+        ("discarded", f"{summary['discarded_tokens']:,} tokens behind stop texts, or computed twice"),
         ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
         ("acceptance length", f"{metrics['acceptance_length']:.2f} tokens per request and step"),
         ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),

@@ -167,7 +167,7 @@ class TrainerConfig:
     warmup_steps: int = at_least(0, default=0)
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
-    """`constant`, `linear` or `cosine`, down to 0 at the last step."""
+    """`constant`, or a `linear` or `cosine` decay that would reach 0 one step after the last."""
     max_grad_norm: float = positive(1.0)
     """Gradients are clipped to this norm."""
     mini_batches: int = at_least(1, default=1)

@@ -46,10 +46,16 @@ METRICS: Mapping[str, Metric] = {
     ),
     "specactor_row_steps_total": Metric("Requests in a step, summed over steps.", _ACTOR),
     "specactor_committed_tokens_total": Metric(
-        "Committed tokens; divided by row_steps, the acceptance length: tokens of a request in a step.", _ACTOR
+        "Committed tokens; divided by row_steps, the acceptance length: tokens of a request in a step, those that no "
+        "output keeps included.",
+        _ACTOR,
+    ),
+    "specactor_supplied_tokens_total": Metric(
+        "Usable draft tokens, summed over requests and steps; divided by row_steps, the supply.", _ACTOR
     ),
     "specactor_supplied_row_steps_total": Metric(
-        "Requests with a usable draft tail, summed over steps; divided by row_steps, the supply.", _ACTOR
+        "Requests with a usable draft tail, summed over steps; divided by row_steps, the share of requests with a draft.",
+        _ACTOR,
     ),
     "specactor_drafted_tokens_total": Metric("Draft tokens that were verified.", _ACTOR),
     "specactor_accepted_tokens_total": Metric("Draft tokens that were verified and right.", _ACTOR),
@@ -74,6 +80,9 @@ METRICS: Mapping[str, Metric] = {
     "specactor_requests_waiting": Metric("Requests that no verifier has."),
     "specactor_requests_reissued_total": Metric("Requests issued again, as their verifier was gone or had none of it."),
     "specactor_journaled_tokens_total": Metric("Output tokens that the driver has."),
+    "specactor_discarded_tokens_total": Metric(
+        "Tokens reported to the driver that no output has: behind a stop text or an abort, or computed twice."
+    ),
     "specactor_weight_version": Metric(
         "Version of the policy's weights: those a verifier has, those the driver's new requests run with.", _ACTOR
     ),
@@ -95,7 +104,7 @@ def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
     """Metrics of a verifier and of its hosted drafters; `counters` is `VerifyLoop.snapshot`."""
     actor = _seat(actor_id)
     tokens = ("committed_tokens", "drafted_tokens", "accepted_tokens")
-    for name in ("steps", "suspended_steps", "row_steps", "supplied_row_steps", *tokens):
+    for name in ("steps", "suspended_steps", "row_steps", "supplied_tokens", "supplied_row_steps", *tokens):
         yield row(f"specactor_{name}_total", counters[name], actor=actor)
     for part in ("forward", "sampling", "waiting", "protocol"):
         yield row("specactor_step_seconds_total", counters[f"{part}_s"], actor=actor, part=part)

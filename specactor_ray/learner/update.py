@@ -179,7 +179,8 @@ class PolicyUpdater:
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Learning rate of a step (from 0): linear warm-up, then the schedule down to 0 at `trainer.steps`."""
+    """Learning rate of a step (from 0): linear warm-up, then the schedule, which reaches 0 at step
+    `trainer.steps`, one after the last."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)

@@ -17,7 +17,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
-from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
+from specactor_ray.transport.messages import Finished, Progress, PromptScores, Refused, ToRollout
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Dispatcher:
             if self.backlog:
                 now = self._clock.now()
                 self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
-            self.verifiers.poll()
+        self.verifiers.poll(is_idle=not self.journal.entries)
         self._look_after_requests()
         if not self._ended:
             self.verifiers.wait()
@@ -212,7 +212,7 @@ class Dispatcher:
     def _finish(self, request_id: str, reason: str, error: str = "") -> JournalEntry:
         """End a request with its committed tokens, on the rollout's side."""
         tokens = self.journal.entries[request_id].num_tokens
-        entry = self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens))
+        entry = self.journal.end(Finished(request_id, reason, error, tokens))
         self._end(entry)
         return entry
 
@@ -236,6 +236,8 @@ class Dispatcher:
             if isinstance(event, Finished) and (ended := self.journal.finish(event)) is not None:
                 self._sharing.add(link.verifier_id, ended)
                 self._end(ended)
+            elif isinstance(event, PromptScores):
+                self.journal.entries[request_id].prompt_logprobs = event.logprobs
             elif isinstance(event, Refused):
                 link.free_at = self._clock.now() + _REFUSED_S
                 self._reissue([request_id], f"verifier {link.verifier_id} refused: {event.reason}")

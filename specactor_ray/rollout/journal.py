@@ -15,7 +15,7 @@ import numpy as np
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import Finished, Progress
+from specactor_ray.transport.messages import Finished, Progress, RequestStats, Verified
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """Record of one token: 8 bytes."""
@@ -51,6 +51,14 @@ class JournalEntry:
     unconfirmed: int = 0
     """Number of verifiers that failed before they had confirmed the request."""
     finished: Finished | None = None
+    steps: int = 0
+    """Number of steps, of all attempts, whose tokens are here."""
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Draft method → numbers of draft tokens that these steps verified, and of right ones."""
+    discarded: int = 0
+    """Number of tokens that a stop text removed."""
+    prompt_logprobs: np.ndarray | None = None
+    """Those that the newest attempt reported."""
     records: bytearray = field(default_factory=bytearray, repr=False)
     """Committed tokens as `RECORD`s; an array that grows by an eighth when it is full. For the dispatch thread until
     the request has ended."""
@@ -101,6 +109,7 @@ class JournalEntry:
         if self.stop is None:
             return False
         end = self.stop.num_tokens
+        self.discarded += self.num_tokens - end
         del self.records[end * RECORD.itemsize :]
         if self.margin_bytes is not None:
             del self.margin_bytes[4 * end :]
@@ -121,6 +130,17 @@ class JournalEntry:
         values: list[float] = np.frombuffer(self.margin_bytes, np.float32).tolist()
         return values
 
+    @property
+    def stats(self) -> RequestStats:
+        """Counters of all steps whose tokens are here, regardless of the attempt."""
+        drafted, accepted = map(sum, zip(*self.drafts.values(), strict=True)) if self.drafts else (0, 0)
+        return RequestStats(self.steps, drafted, accepted, self.discarded, dict(self.drafts))
+
+    def count_drafts(self, method: str, drafted: int, accepted: int) -> None:
+        """Count the verified draft tokens of a step."""
+        before = self.drafts.get(method, (0, 0))
+        self.drafts[method] = before[0] + drafted, before[1] + accepted
+
     def count_unconfirmed(self) -> bool:
         """Count a verifier that failed before confirmation. Returns whether the request may be the cause."""
         self.unconfirmed += 1
@@ -134,6 +154,9 @@ class Journal:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Number of tokens journaled since the start, over all requests."""
+        self.discarded_tokens = 0
+        """Number of tokens that verifiers committed and no output has: those behind a stop text or an abort, and of
+        attempts that were over."""
         self.weight_version = 0
         """Version of the policy's weights for new requests."""
         self.begun = 0
@@ -190,15 +213,21 @@ class Journal:
             tops = _packed(message.tops.tokens, message.tops.logprobs)
             top_ends = (np.cumsum(message.lengths * message.tops.counts) * size).tolist()
         top_end = 0
+        drafts = None if message.verified is None else _drafts(message.verified)
         rows = zip(message.requests, starts, lengths, top_ends, strict=True)
-        for (request_id, attempt), start, length, next_top in rows:
+        for row, ((request_id, attempt), start, length, next_top) in enumerate(rows):
             begin, end, top_begin, top_end = end, end + length, top_end, next_top
             entry = entries.get(request_id)
             if entry is None or entry.attempt != attempt or entry.owner is None:
+                self.discarded_tokens += length
                 continue
             if size * start != len(entry.records):
+                self.discarded_tokens += length
                 gapped.append(request_id)
                 continue
+            entry.steps += 1
+            if drafts is not None and drafts[row][1]:
+                entry.count_drafts(*drafts[row])
             entry.records += records[size * begin : size * end]
             if margins is not None:
                 entry.margin_bytes = entry.margin_bytes or bytearray()
@@ -220,6 +249,7 @@ class Journal:
         except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint
             self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"
         self.committed_tokens -= before - entry.num_tokens
+        self.discarded_tokens += before - entry.num_tokens
 
     def finish(self, message: Finished) -> JournalEntry | None:
         """End a request. None if the message is of another attempt or repeated, or earlier tokens are missing."""
@@ -268,6 +298,12 @@ class Journal:
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
         entry.owner = owner
+
+
+def _drafts(verified: Verified) -> list[tuple[str, int, int]]:
+    """Method, verified and right draft tokens of each request."""
+    columns = verified.methods.tolist(), verified.drafted.tolist(), verified.accepted.tolist()
+    return [(verified.names[method], drafted, right) for method, drafted, right in zip(*columns, strict=True)]
 
 
 def _packed(tokens: Any, logprobs: Any) -> bytes:

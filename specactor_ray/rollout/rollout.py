@@ -260,6 +260,12 @@ class Rollout(RunClient):
         """Number of output tokens journaled since the start."""
         return self.dispatcher.journal.committed_tokens
 
+    @property
+    def discarded_tokens(self) -> int:
+        """Number of tokens received since the start that no output has: behind a stop text or an abort, or computed
+        again by another verifier."""
+        return self.dispatcher.journal.discarded_tokens
+
     def _export_metrics(self) -> None:
         while not self._ends.wait(INTERVAL_S):
             self._calls.transport.export(lambda: self.metric_rows(verifiers=False), self.run_name)

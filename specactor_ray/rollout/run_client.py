@@ -148,6 +148,7 @@ class RunClient:
         yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
         yield row("specactor_requests_reissued_total", dispatcher.reissues)
         yield row("specactor_journaled_tokens_total", journal.committed_tokens)
+        yield row("specactor_discarded_tokens_total", journal.discarded_tokens)
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
         yield row("specactor_weight_sync_seconds_total", self._sync_s)

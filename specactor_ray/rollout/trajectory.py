@@ -43,6 +43,8 @@ class Trajectory:
     sampling: SamplingParams
     """Parameters of this sample; its seed is derived from the run's."""
     stats: RequestStats = field(default_factory=RequestStats)
+    """Steps and drafts of its tokens, over all attempts: on several verifiers, before and after new weights. Steps that
+    a lost verifier had not reported are not included; their tokens were computed again."""
     error: str = ""
     """Reason of the failure; empty otherwise."""
     margins: tuple[float, ...] | None = None
@@ -105,7 +107,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         error: Reason why the request was never begun.
     """
     finished, token_ids = entry.finished, entry.token_ids
-    scores = finished.prompt_logprobs if finished else None
+    scores = entry.prompt_logprobs
     text = decoded(tokenizer, token_ids) if tokenizer else ""
     stop: str | int | None = None
     if entry.stop is not None:
@@ -122,7 +124,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         text=text,
         finish_reason=finished.finish_reason if finished else "error",
         sampling=entry.sampling,
-        stats=finished.stats if finished else RequestStats(),
+        stats=entry.stats,
         error=finished.error if finished else error,
         margins=None if entry.margins is None else tuple(entry.margins),
         prompt=prompt,
@@ -136,13 +138,8 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
 
 def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
     """Draft method → `[drafted, accepted]`: numbers of verified and of right draft tokens."""
-    methods: dict[str, list[int]] = {}
-    for trajectory in trajectories:
-        for method, (drafted, accepted) in trajectory.stats.by_method.items():
-            pair = methods.setdefault(method, [0, 0])
-            pair[0] += drafted
-            pair[1] += accepted
-    return methods
+    total = RequestStats.total(trajectory.stats for trajectory in trajectories)
+    return {method: list(pair) for method, pair in total.by_method.items()}
 
 
 @dataclass
@@ -173,7 +170,8 @@ class RolloutMetrics(StepMetrics):
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per request and step, including the bonus or recovered one; 1 for plain decoding."""
+        """Tokens committed per request and step, including the bonus or recovered one, and tokens that no output keeps,
+        such as those behind a stop text; 1 for plain decoding."""
         return self.committed_tokens / self.row_steps if self.row_steps else 0.0
 
     @property

@@ -29,6 +29,9 @@ _POLL_S = 1.0
 _LINGER_S, _LINGER_S_PER_VERIFIER = 0.1, 1e-3
 """Longest time an answer is held back to gather progress of several steps, and its minimum per verifier, so that the
 driver takes at most a thousand answers per second; ends of requests are sent at once."""
+_REST_POLL_S, _REST_POLLS = 0.05, 60
+"""Longest time a poll waits when no request runs, and most such polls in a row: they end when the verifier's counters
+show that it is at rest, so that none stays at the value of its last step."""
 _POLL_TIMEOUT_S = 15.0
 """Longest time for an answer to a poll, after which it is sent again."""
 _REPOLL_S = 0.25
@@ -60,6 +63,8 @@ class VerifierLink:
     free_at: float = 0.0
     """Time from which it may be given requests again."""
     suspected_at: float = float("-inf")
+    restless: int = 0
+    """Most further polls until its counters are at rest."""
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand over requests → (request, attempt)."""
 
@@ -163,13 +168,19 @@ class Verifiers:
             logger.warning("verifier %s: %s", link.verifier_id, error)
             self.notify(self._controller, "suspect", link.verifier_id, str(error))
 
-    def poll(self) -> None:
-        """Keep a poll at every verifier."""
+    @property
+    def at_rest(self) -> bool:
+        """Whether the counters of all verifiers show no requests and no step under way, as far as can be determined."""
+        return not any(link.restless for link in self.links.values())
+
+    def poll(self, is_idle: bool) -> None:
+        """Keep a poll at every verifier, or if no request runs, at those that are not at rest."""
         now, wake = self._clock.now(), self.wake.set
         linger_s = max(_LINGER_S, len(self.links) * _LINGER_S_PER_VERIFIER)
         for link in self.links.values():
-            if link.poll is None and now >= link.poll_at:
-                arguments = (link.cursor, _POLL_S, linger_s)
+            if link.poll is None and now >= link.poll_at and (link.restless or not is_idle):
+                link.restless = link.restless - 1 if is_idle else _REST_POLLS
+                arguments = (link.cursor, _REST_POLL_S if is_idle else _POLL_S, linger_s)
                 link.poll = self._calls.start(
                     link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False, wake=wake
                 )
@@ -204,10 +215,15 @@ class Verifiers:
             call, link.poll = link.poll, None
             if call.error is not None:
                 link.poll_at = self._clock.now() + _REPOLL_S
-                self.suspect(link, call.error)
+                if link.restless == _REST_POLLS:  # requests run
+                    self.suspect(link, call.error)
+                elif isinstance(call.error, ActorLostError):
+                    link.restless = 0
                 continue
             first, events, counters = call.result()
             self.counters[link.verifier_id], link.answered_at = counters, self._clock.now()
+            if _is_at_rest(counters) and not self.has_notices:
+                link.restless = 0
             fresh = events[max(0, link.cursor - first) :]
             link.cursor = max(link.cursor, first + len(events))
             yield link, fresh
@@ -216,7 +232,13 @@ class Verifiers:
         """Drop all counters, including those of polls in flight."""
         self.counters.clear()
         for link in self.links.values():
-            link.poll = None
+            link.poll, link.restless = None, 0
+
+
+def _is_at_rest(counters: Mapping[str, Any]) -> bool:
+    """Whether a verifier with these counters has no requests, and its hosted drafters neither."""
+    hosted = sum(one["open_requests"] for one in counters.get("inline", {}).values())
+    return not (counters.get("running") or counters.get("busy_s") or hosted)
 
 
 class OutputSharing:

@@ -232,6 +232,7 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
     return {
         "seconds": round(seconds, 3),
         "tokens": tokens,
+        "discarded_tokens": rollout.discarded_tokens,
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
         "trajectories": tally.figures(),
         "reissued_requests": rollout.reissued_requests,

@@ -21,7 +21,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
-from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
+from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import Environment, EnvironmentWorker, find_environment
@@ -89,10 +89,6 @@ class Episode:
         versions = [
             one for one, after in zip(self.versions, [*self.versions[1:], (None, 0)], strict=True) if one[0] != after[0]
         ]
-        steps, drafted, accepted = (
-            sum(getattr(turn.stats, name) for turn in self.turns) for name in ("steps", "drafted", "accepted")
-        )
-        by_method = {method: (pair[0], pair[1]) for method, pair in drafted_by_method(self.turns).items()}
         return Trajectory(
             request_id=f"{self.place[0]}-{self.place[1]}",
             prompt_index=self.place[0],
@@ -103,7 +99,7 @@ class Episode:
             text=text,
             finish_reason=self.finish_reason,
             sampling=self.sampling,
-            stats=RequestStats(steps, drafted, accepted, by_method),
+            stats=RequestStats.total(turn.stats for turn in self.turns),
             error=self.error,
             prompt=self.task.prompt,
             weight_version=versions[-1][0] if versions else 0,

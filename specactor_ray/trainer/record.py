@@ -17,9 +17,10 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.rollout.trajectory import drafted_by_method
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
+from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -92,8 +93,8 @@ class StepRecorder:
         self._step = run.state.step
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
-        self._counted = rollout.metrics()
-        """Counters of the rollout at the beginning of the step."""
+        self._counted = self._counters()
+        """Counters of the rollout at the beginning of the step, which is the end of the step before."""
 
     def __enter__(self) -> StepRecorder:
         return self
@@ -103,8 +104,9 @@ class StepRecorder:
 
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
-        self._step, self._began = step + 1, self._began or time.perf_counter()
-        self._counted = self._rollout.metrics()
+        self._step = step + 1
+        if self._began is None:
+            self._began, self._counted = time.perf_counter(), self._counters()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -130,6 +132,7 @@ class StepRecorder:
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
+        self._counted = self._counters()
         self._write(record)
         self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
         self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
@@ -157,7 +160,7 @@ class StepRecorder:
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
             "metrics_pending": len(self._pending),
-            "totals": totals_of(records),
+            "totals": totals_of(records, self._seconds),
             "fallbacks": self._rollout.fallbacks(),
             "drafters": self._rollout.drafters(),
             "config": yaml.safe_load(to_yaml(self._config)),
@@ -233,22 +236,33 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        metrics = self._rollout.metrics().since(self._counted)
+        """Of the step's trajectories, whenever they were generated: `tokens`, acceptance and `by_method`. Of the time
+        since the last record, for whichever step: `generated_tokens` with their rate, `discarded_tokens`, `supply`."""
+        (before, generated, discarded), now = self._counted, self._counters()
+        generated, discarded = now[1] - generated, now[2] - discarded
         is_ahead = self._config.trainer.max_staleness > 0
         during_s = seconds["step"] if is_ahead else seconds["rollout"] - experience.reward_wait_s
         tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
+        stats = RequestStats.total(trajectory.stats for trajectory in experience.trajectories)
         return {
             "tokens": tokens,
-            "tokens_per_s": tokens / max(during_s, 1e-9),
-            "acceptance_length": metrics.acceptance_length,
-            "acceptance_rate": metrics.acceptance_rate,
-            "supply": metrics.supply,
-            "by_method": drafted_by_method(experience.trajectories),
+            "generated_tokens": generated,
+            "discarded_tokens": discarded,
+            "tokens_per_s": generated / max(during_s, 1e-9),
+            "acceptance_length": (tokens + stats.discarded) / max(stats.steps, 1),
+            "acceptance_rate": stats.accepted / max(stats.drafted, 1),
+            "supply": now[0].since(before).supply,
+            "by_method": {method: list(pair) for method, pair in stats.by_method.items()},
             "reward_wait_s": experience.reward_wait_s,
             "environment_s": experience.environment_s / max(len(experience.trajectories), 1),
             "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
         }
+
+    def _counters(self) -> tuple[RolloutMetrics, int, int]:
+        """Counters of the verifiers; numbers of journaled tokens, and of those that no output has."""
+        rollout = self._rollout
+        return rollout.metrics(), rollout.committed_tokens, rollout.discarded_tokens
 
     def _warn(self, record: Mapping[str, Any]) -> None:
         gap = record["gap"]["mean"]
@@ -290,10 +304,14 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"speed/acceptance_rate/{method}", accepted / drafted
 
 
-def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds per phase, tokens, and drafted and accepted tokens per method over the whole run."""
-    phases = (*PHASES, "step")
-    seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
+def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[str, Any]:
+    """Seconds per phase, tokens, and drafted and accepted tokens per method over the whole run. `rest`: seconds per
+    phase after the last record, such as those of the last checkpoint."""
+    rest = {**rest, "step": sum(rest.values())}
+    seconds = {
+        phase: round(sum(record["seconds"].get(phase, 0.0) for record in records) + rest.get(phase, 0.0), 3)
+        for phase in (*PHASES, "step")
+    }
     drafters: dict[str, list[int]] = {}
     for record in records:
         for method, counts in record["speed"]["by_method"].items():

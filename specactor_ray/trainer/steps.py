@@ -160,7 +160,8 @@ def _end(parts: TrainingParts, status: str, reason: str = "") -> RunOutcome:
     saver = parts.saver
     with signals_deferred():
         try:
-            problem = "" if saver.save() else saver.problem
+            with parts.record.timed("checkpoint"):
+                problem = "" if saver.save() else saver.problem
         except SpecActorError as error:  # the trainer itself may be lost
             problem = str(error)
         if problem:

@@ -7,7 +7,7 @@ the receiver checks it against its own state (`verify/table.py`, `draft/chains.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +100,18 @@ class TailBatch:
     """Handles of requests that the drafter does not have, or of which it missed a commit: they must be opened again."""
 
 
+class Verified(NamedTuple):
+    """Draft tokens that a step verified, for the `n` requests of a `Progress`."""
+
+    names: tuple[str, ...]
+    """Draft methods."""
+    methods: np.ndarray
+    """int8 `(n,)`: index of the tail's method in `names`; without a tail any."""
+    drafted: np.ndarray
+    """int16 `(n,)`, like `accepted`: numbers of verified and of right draft tokens."""
+    accepted: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
     """Verifier → rollout: commits of one step (the journal)."""
@@ -115,6 +127,8 @@ class Progress:
     margins: np.ndarray | None = None
     tops: TopTokens | None = None
     """Most probable tokens; None if no request needs any."""
+    verified: Verified | None = None
+    """Verified drafts; None if the step verified none."""
 
     def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
         """Yield request, tokens, log-probabilities and margins (empty without any)."""
@@ -127,13 +141,33 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counters of one finished request: forwards that committed tokens, verified draft tokens, right draft tokens."""
+    """Counters of one request over all its attempts: of every step whose tokens the rollout received.
+
+    Each step commits its right draft tokens and one token of the target, up to an end of the output. So with `n` output
+    tokens `n + discarded` is `steps + accepted`, or less where an accepted token ended the output."""
 
     steps: int = 0
+    """Steps that committed tokens."""
     drafted: int = 0
+    """Verified draft tokens."""
     accepted: int = 0
+    """Right ones among them."""
+    discarded: int = 0
+    """Received tokens behind a stop text, which the output does not have; `steps` to `by_method` count their steps."""
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Draft method → (drafted, accepted)."""
+
+    @classmethod
+    def total(cls, parts: Iterable[RequestStats]) -> RequestStats:
+        """Sum of the counters of several requests."""
+        sums, methods = [0, 0, 0, 0], dict[str, tuple[int, int]]()
+        for one in parts:
+            counters = (one.steps, one.drafted, one.accepted, one.discarded)
+            sums = [total + count for total, count in zip(sums, counters, strict=True)]
+            for method, (drafted, accepted) in one.by_method.items():
+                before = methods.get(method, (0, 0))
+                methods[method] = before[0] + drafted, before[1] + accepted
+        return cls(*sums, methods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +177,22 @@ class Finished:
     request_id: str
     finish_reason: str
     """`stop` (end-of-sequence or stop id), `length` (max_tokens or context full) or `error`."""
-    stats: RequestStats
     error: str = ""
     num_tokens: int = 0
     """Total number of output tokens; the journal must hold as many."""
     attempt: int = 0
     """Attempt of the request, as in `TargetRequest.attempt`."""
-    prompt_logprobs: Any = None
-    """float32 `(prompt - 1,)`: log-probabilities of the prompt's tokens from the second on, with
-    `SamplingParams.prompt_logprobs`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """Verifier → rollout: log-probabilities of a prompt's tokens, with `SamplingParams.prompt_logprobs`; sent before
+    the first `Progress` of the attempt."""
+
+    request_id: str
+    attempt: int
+    logprobs: np.ndarray
+    """float32 `(prompt - 1,)`: of the prompt's tokens from the second on."""
 
 
 class FinishedOutput(NamedTuple):
@@ -185,4 +226,4 @@ class WeightSet:
     """What an engine computes with these weights; None where none is made, as for draft methods."""
 
 
-ToRollout = Progress | Finished | Refused
+ToRollout = Progress | PromptScores | Finished | Refused

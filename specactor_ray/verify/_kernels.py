@@ -23,7 +23,7 @@ REFUTED, RESCUED = 6, 7
 
 Planes = namedtuple(
     "Planes",
-    "generation committed output steps assigned base tail length method evidence drafts counts reached",
+    "generation committed output assigned base tail length method evidence counts reached",
 )
 """Arrays of `table.RequestTable`, named here so that numba's cache detects a change."""
 
@@ -103,21 +103,18 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     them. Hits and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`),
     those of the first tails only."""
     rows, lengths, tokens, seats, drafted, accepted = step
-    committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
+    committed, output, evidence = table.committed, table.output, table.evidence
     length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
     places, window, first = tail.shape[2], tail.shape[3], 0
     counts[0] += len(rows)  # in the order of `COUNTS`
     counts[1] += len(tokens)
     for i in range(len(rows)):
         row, fresh, part = rows[i], lengths[i], bucket[i]
-        table.steps[row] += 1
         if seats[i] != FREE:
             counts[2] += length[seats[i], row, 0]
             counts[3] += length[seats[i], row, 0] > 0
             counts[4] += drafted[i]
             counts[5] += accepted[i]
-            drafts[0, method[seats[i]], row] += drafted[i]
-            drafts[1, method[seats[i]], row] += accepted[i]
             for k in range(min(drafted[i], window)):
                 reached[0, k] += 1
                 reached[1, k] += k < accepted[i]

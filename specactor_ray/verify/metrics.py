@@ -26,9 +26,11 @@ class StepMetrics:
     """Totals of one verifier since the start or the last reset: seconds, tokens, steps."""
 
     steps: int = 0
+    """Steps of the engine, with or without a commit."""
     suspended_steps: int = 0
     """Steps without drafts, because drafts did not pay (`Suspension`)."""
     committed_tokens: int = 0
+    """Those that no output keeps included: behind a stop text or an abort, or computed again elsewhere."""
     row_steps: int = 0
     """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
     supplied_tokens: int = 0

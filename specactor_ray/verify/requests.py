@@ -11,7 +11,7 @@ from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import InputError
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 from specactor_ray.transport.link import EventQueue
-from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
+from specactor_ray.transport.messages import Finished, Progress, PromptScores, Refused, ToRollout, Verified
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
@@ -30,7 +30,6 @@ class Requests:
         """Events for the rollout. All events except `Progress` are urgent."""
         self._row_of: dict[str, int] = {}  # open request → its row
         self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
-        self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → those of its prompt, once they are computed
         self._attempts: dict[str, int] = {}
         """The newest attempt of each request that was begun or cancelled, the newest requests last: submissions and
         cancellations may be repeated, late, or out of order."""
@@ -66,11 +65,11 @@ class Requests:
             reason, error = "error", str(problem)
         if reason:
             committed = len(request.committed_token_ids)
-            self._fresh.append(Finished(request_id, reason, RequestStats(), error, committed, attempt))
+            self._fresh.append(Finished(request_id, reason, error, committed, attempt))
             return
         self._row_of[request_id] = self._table.open(request)
         if request.sampling.prompt_logprobs and len(request.prompt_token_ids) == 1:
-            self._prompt_logprobs[row] = np.zeros(0, np.float32)
+            self._fresh.append(PromptScores(request_id, attempt, np.zeros(0, np.float32)))
         self._names[row] = (request_id, attempt)
 
     def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
@@ -88,7 +87,6 @@ class Requests:
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Remove a request without an event."""
         row = self._row_of.pop(request_id)
-        self._prompt_logprobs.pop(row, None)
         self._engine.remove(row)
         self._drafting.close(row, finished)
 
@@ -101,7 +99,8 @@ class Requests:
         """Commit the tokens of a step, and end completed requests. Returns the number of right draft tokens."""
         if result.states is not None:
             self._drafting.keep(result.states)
-        self._prompt_logprobs |= result.prompt_logprobs
+        for row, scores in result.prompt_logprobs.items():
+            self._fresh.append(PromptScores(*self._names[row], scores))
         if len(result.tokens):
             self._record(result, decoding, seats)
         for at in np.flatnonzero(result.finish).tolist():
@@ -121,17 +120,22 @@ class Requests:
         names, tops = tuple(map(self._names.__getitem__, rows.tolist())), result.tops
         if tops is not None and len(rows) < len(result.rows):
             tops = replace(tops, counts=tops.counts[result.lengths > 0])
-        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins, tops))
+        verified = None
+        if drafted.any():
+            methods = table.method[seat_of[rows]].astype(np.int8)
+            verified = Verified(
+                tuple(self._drafting.policy.acceptance.methods),
+                methods,
+                drafted.astype(np.int16),
+                accepted.astype(np.int16),
+            )
+        self._fresh.append(
+            Progress(names, starts, counts, result.tokens, result.logprobs, result.margins, tops, verified)
+        )
 
     def _end(self, row: int, finish: Finish, errors: Mapping[int, str]) -> None:
-        table, (request_id, attempt) = self._table, self._names[row]
-        drafted, accepted = table.drafts[:, :, row].tolist()
-        methods = enumerate(self._drafting.policy.acceptance.methods)
-        by_method = {method: (drafted[n], accepted[n]) for n, method in methods if drafted[n]}
-        stats = RequestStats(int(table.steps[row]), sum(drafted), sum(accepted), by_method)
-        total, error = int(table.committed[row]), errors.get(row, "")
-        scores = self._prompt_logprobs.get(row)
-        self._fresh.append(Finished(request_id, finish.reason, stats, error, total, attempt, scores))
+        (request_id, attempt), total = self._names[row], int(self._table.committed[row])
+        self._fresh.append(Finished(request_id, finish.reason, errors.get(row, ""), total, attempt))
         self.drop(request_id, finished=finish is not Finish.ERROR)
 
     def publish(self) -> None:

@@ -77,12 +77,12 @@ class RequestTable:
     seat. Arrays, int32 if no other type is stated:
 
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
-      `steps` that committed tokens, and bool `begun`: it has been in a step, so drafters may be assigned;
+      and bool `begun`: it has been in a step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
       `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
       the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
-    - by method and row, so that they outlast a change of the drafter: `evidence`, float64 hits and tries of draft
-      tokens; `drafts`, numbers of verified and of right draft tokens;
+    - by method and row, so that it outlasts a change of the drafter: `evidence`, float64 hits and tries of draft
+      tokens;
     - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
@@ -92,7 +92,7 @@ class RequestTable:
     def __init__(self, window: int, branches: int = 0) -> None:
         self.window, rows, seats = window, 32, 2
         self.requests: dict[int, TargetRequest] = {}
-        self.generation, self.committed, self.limit, self.steps = np.zeros((4, rows), np.int32)
+        self.generation, self.committed, self.limit = np.zeros((3, rows), np.int32)
         self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
         self.told, self.base = np.zeros((2, seats, rows), np.int32)
@@ -100,7 +100,6 @@ class RequestTable:
         self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
         self.evidence = np.zeros((2, MAX_METHODS, rows))
-        self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
         self.counts = np.zeros(len(COUNTS), np.int64)
         self.reached = np.zeros((2, window), np.int64)
         self._generations = 0
@@ -184,8 +183,8 @@ class RequestTable:
 
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 # Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
-_BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
+_BY_ROW = ("generation", "committed", "begun", "limit", "output")
 _BY_SEAT = ("assigned", "told", "base", "tail", "length")
-_BY_METHOD = ("evidence", "drafts")
-_RESET = ("generation", "begun", "steps", "assigned", *_BY_METHOD)
+_BY_METHOD = ("evidence",)
+_RESET = ("generation", "begun", "assigned", *_BY_METHOD)
 """Arrays that are 0 in the row of a new request."""

@@ -25,9 +25,11 @@ from specactor_ray.transport.messages import (
     Finished,
     FinishedOutput,
     Progress,
+    PromptScores,
     Refused,
     RequestStats,
     ToRollout,
+    Verified,
     WeightSet,
 )
 from tests.fakes.virtual import Bench
@@ -38,9 +40,13 @@ STEP_S = 0.05
 
 
 def one_token(request_id: str, attempt: int, position: int, token: int, tops: int = 0) -> Progress:
-    """A step that committed one token of one request; the most probable ones are that and those after it."""
+    """A step that committed one token of one request, of 3 drafted ones, 1 of them right; the most probable ones are
+    that and those after it."""
     start, length, tokens = (np.array([number], np.int32) for number in (position, 1, token))
-    step = Progress(((request_id, attempt),), start, length, tokens, np.full(1, -1.0, np.float32))
+    counts = (np.array([number], np.int16) for number in (3, 1))
+    verified = Verified(("ngram",), np.zeros(1, np.int8), *counts)
+    logprobs = np.full(1, -1.0, np.float32)
+    step = Progress(((request_id, attempt),), start, length, tokens, logprobs, verified=verified)
     if not tops:
         return step
     ids = np.arange(token, token + tops, dtype=np.int32)
@@ -80,6 +86,9 @@ class FakeVerifier:
                 continue
             self.begun.append(attempt)
             self.running[request.request_id] = (request, len(request.committed_token_ids))
+            if request.sampling.prompt_logprobs:
+                scores = -np.arange(1.0, len(request.prompt_token_ids), dtype=np.float32)
+                self._events.append(PromptScores(*attempt, scores))
 
     def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
         self.cancelled |= set(attempts)
@@ -127,13 +136,13 @@ class FakeVerifier:
         if self.noise:
             for other in (attempt - 1, attempt + 1):
                 self._events.append(one_token(request_id, other, position, -1))
-                self._events.append(Finished(request_id, "error", RequestStats(), "noise", position, other))
+                self._events.append(Finished(request_id, "error", "noise", position, other))
         token = true_token(sampling.seed, self.version, sampling.first_position + position)
         self._events.append(one_token(request_id, attempt, position, token, sampling.logprobs))
         self.running[request_id] = (request, position + 1)
         if position + 1 == sampling.max_tokens:
             del self.running[request_id]
-            self._events.append(Finished(request_id, "length", RequestStats(), "", position + 1, attempt))
+            self._events.append(Finished(request_id, "length", "", position + 1, attempt))
 
 
 class LosingNetwork(FaultyNetwork):
@@ -250,7 +259,14 @@ class FakeCluster:
             good = entry.finished.finish_reason == "length"
             assert tuple(entry.token_ids) == (truth if good else truth[: len(entry.token_ids)])
             assert len(entry.logprobs) == len(entry.token_ids)
+            assert entry.stats == stats_of(len(entry.token_ids)), "of all attempts"
         return ended
+
+
+def stats_of(tokens: int, discarded: int = 0) -> RequestStats:
+    """Counters of a request with this many tokens, in any number of attempts."""
+    steps = tokens + discarded
+    return RequestStats(steps, 3 * steps, steps, discarded, {"ngram": (3 * steps, steps)} if steps else {})
 
 
 def driven(**options: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

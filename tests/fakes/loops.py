@@ -109,6 +109,8 @@ class Bench:
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
+        self.progress: list[Progress] = []
+        """Commits of all steps."""
         hosted = [
             HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
             for loop in self.drafts.values()
@@ -145,6 +147,7 @@ class Bench:
             self._next_event += len(events)
             for event in events:
                 if isinstance(event, Progress):
+                    self.progress.append(event)
                     end = 0
                     starts, lengths = event.starts.tolist(), event.lengths.tolist()
                     for (request_id, _), start, length in zip(event.requests, starts, lengths, strict=True):

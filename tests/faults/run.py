@@ -18,7 +18,7 @@ from specactor_ray.simulation.cluster import LINGER_S, VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node, VirtualActor
 from specactor_ray.simulation.world import World
-from specactor_ray.transport.messages import WeightSet
+from specactor_ray.transport.messages import RequestStats, WeightSet
 from tests.faults.injector import FaultPlan, Injector
 from tests.faults.models import FaultyHost, ModelFaults
 from tests.faults.network import FaultyNetwork
@@ -327,6 +327,8 @@ class Simulation(VirtualRun):
             self.report.finished += 1
             if len(tokens) != len(truth):
                 self.fail(f"{entry.request_id} ended with {len(tokens)} of {len(truth)} tokens")
+            if not is_sum_of_steps(entry.stats, len(tokens)):
+                self.fail(f"{entry.request_id} has {len(tokens)} tokens of other steps than {entry.stats}")
             if len(entry.logprobs) != len(tokens):
                 self.fail(f"{entry.request_id} has {len(entry.logprobs)} log-probabilities for {len(tokens)} tokens")
 
@@ -378,6 +380,11 @@ class Simulation(VirtualRun):
                 yield f"{actor.name} still has {open_requests} requests"
             if counters.get("inbox", 0):
                 yield f"{actor.name} still has {counters['inbox']} messages"
+            shown = self.client.dispatcher.verifiers.counters.get(actor.name)
+            if shown is not None and actor.name in self.client.dispatcher.verifiers.links:
+                for name in ("running", "steps", "committed_tokens", "busy_s"):
+                    if shown[name] != counters[name]:
+                        yield f"the driver shows {name} {shown[name]} of {actor.name}, which has {counters[name]}"
 
     def _shut_down(self) -> None:
         if not self.controller.process.dead:
@@ -396,6 +403,14 @@ class Simulation(VirtualRun):
                 self.fail(f"after the end these live: {left}")
             if self.machines.groups:
                 self.fail(f"after the end {len(self.machines.groups)} placement groups stand")
+
+
+def is_sum_of_steps(stats: RequestStats, tokens: int) -> bool:
+    """Whether these are the counters of all steps that committed so many tokens: each step commits its right drafts and
+    one token of the target, or only drafts at the end of the output."""
+    drafted, accepted = (sum(pair[n] for pair in stats.by_method.values()) for n in range(2))
+    committed, most = tokens + stats.discarded, stats.steps + stats.accepted
+    return (drafted, accepted) == (stats.drafted, stats.accepted) and most - 1 <= committed <= most
 
 
 def simulate(scenario: FaultScenario) -> Report:

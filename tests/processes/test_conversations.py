@@ -61,7 +61,7 @@ class Scripted:
             logprobs=tuple(-0.1 * (number + 1) for number in range(len(ids))),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             finish_reason="stop" if ids[-1] == eos else "length",
-            stats=RequestStats(2, 3, 1, {"ngram": (3, 1)}),
+            stats=RequestStats(2, 3, 1, 1, {"ngram": (3, 1)}),
             error="no room" if text == "fails" else "",
             weight_version=4,
         )
@@ -149,7 +149,7 @@ def test_own_tokens_and_those_of_the_environment_are_told_apart() -> None:
     whole = episode.trajectory("text")
     assert whole.loss_mask == tuple(episode.own) and whole.num_own_tokens == sum(lengths)
     assert whole.prompt_token_ids == episode.prompt and whole.logprobs == tuple(expected_logprobs)
-    assert whole.stats == RequestStats(4, 6, 2, {"ngram": (6, 2)})
+    assert whole.stats == RequestStats(4, 6, 2, 2, {"ngram": (6, 2)})
     assert (whole.weight_version, whole.versions) == (4, ())
 
 

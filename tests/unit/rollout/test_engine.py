@@ -14,7 +14,7 @@ from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import WeightSet
-from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries
+from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries, stats_of
 from tests.number_text import NumberText, stopped_output, true_output, true_token
 
 PROMPT = [1, 2, 3]
@@ -72,13 +72,15 @@ class TestAbort:
     def test_what_is_aborted_and_continued_is_the_undisturbed_output(
         self, cluster: FakeCluster, engine: Engine, after_s: float
     ) -> None:
-        whole = sampling(3, 60)
+        whole = replace(sampling(3, 60), prompt_logprobs=True)
         truth = true_output(whole, 0)
         handle = engine.submit(PROMPT, whole)
         cluster.bench.clock.sleep(after_s)
         part = handle.abort()
         assert part.finish_reason == "abort" and handle.result() == part
         assert part.token_ids == truth[: len(part.token_ids)] and len(part.token_ids) < 60
+        assert part.stats == stats_of(len(part.token_ids))
+        assert part.prompt_logprobs == ((-1.0, -2.0) if part.token_ids else None)
         resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
         rest = engine.submit([*PROMPT, *part.token_ids], resent)
         streamed = tuple(token.token_id for token in rest.tokens())
@@ -109,7 +111,8 @@ class TestStopTexts:
         self, cluster: FakeCluster, engine: Engine, one_dies: bool
     ) -> None:
         engine.tokenizer = NumberText()
-        wanted = [replace(sampling(seed, 60), stop=("77,", f"{seed},1")) for seed in range(40)]
+        stops = [("77,", f"{seed},1") for seed in range(40)]
+        wanted = [replace(sampling(seed, 60), stop=stop, prompt_logprobs=True) for seed, stop in enumerate(stops)]
         handles = [engine.submit(PROMPT, one) for one in wanted]
         if one_dies:
             cluster.bench.clock.sleep(0.6)
@@ -126,6 +129,8 @@ class TestStopTexts:
             assert len(output.logprobs) == len(output.token_ids)
             other = ended[f"r{seed}"]
             assert (other.token_ids, other.text, other.stop_reason) == (*expected, output.stop_reason)
+            assert output.stats == stats_of(len(output.token_ids), output.stats.discarded)
+            assert output.prompt_logprobs == (-1.0, -2.0) or not output.token_ids
             assert output.stop_reason in ((None,) if output.finish_reason == "length" else one.stop)
             reasons.add(output.finish_reason)
         assert reasons == {"stop", "length"}
@@ -246,7 +251,7 @@ class TestWeights:
             assert output.weight_version == 1 and (0 < end < 40) == (seed < 8)
             new = tuple(true_token(seed, 1, position) for position in range(end, 40))
             assert output.token_ids == true_output(sampling(seed, 40), 0)[:end] + new
-            assert output.versions in ((), ((0, end),))
+            assert output.versions in ((), ((0, end),)) and output.stats == stats_of(40)
         assert cluster.client.dispatcher.reissues == 0
 
     @driven(verifiers=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.transport.messages import Finished, Progress, RequestStats
+from specactor_ray.transport.messages import Finished, Progress, RequestStats, Verified
 
 VERIFIERS = ("v-1#a", "v-1#b", "v-2#c")
 OUTPUT = tuple(range(100, 140))
@@ -49,10 +49,36 @@ def step(*rows: tuple[str, int, int, int], margins: bool = False) -> Progress:
 
 
 def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: int = 1) -> Finished:
-    return Finished(request_id, "error" if error else "stop", RequestStats(steps=1), error, num_tokens, attempt)
+    return Finished(request_id, "error" if error else "stop", error, num_tokens, attempt)
 
 
 class TestProgress:
+    def test_drafts_are_summed_over_attempts_by_method(self) -> None:
+        """Of the present attempts alone, and not where a step has a gap."""
+        journal = Journal()
+        for name in "abc":
+            journal.add(entry(name))
+            journal.hand_to(name, "v-1#a")
+
+        def verified(message: Progress, names: tuple[str, ...], *rows: tuple[int, int, int]) -> Progress:
+            method, drafted, accepted = np.array(rows).T
+            columns = method.astype(np.int8), drafted.astype(np.int16), accepted.astype(np.int16)
+            return replace(message, verified=Verified(names, *columns))
+
+        first = step(("a", 1, 0, 3), ("b", 2, 0, 3), ("c", 1, 1, 3))
+        journal.progress(verified(first, ("ngram", "eagle"), (0, 4, 2), (0, 9, 2), (1, 9, 2)))
+        journal.release("a")
+        journal.hand_to("a", "v-2#c")
+        second = step(("a", 2, 3, 2), ("b", 1, 0, 1), ("c", 1, 0, 1))
+        journal.progress(verified(second, ("eagle", "ngram"), (0, 3, 1), (1, 0, 0), (1, 0, 0)))
+        journal.progress(verified(step(("a", 2, 5, 1), ("c", 1, 1, 2)), ("eagle", "ngram"), (1, 2, 0), (1, 300, 1)))
+        stats = [journal.entries[name].stats for name in "abc"]
+        assert stats[0] == RequestStats(3, 9, 3, 0, {"ngram": (6, 2), "eagle": (3, 1)})
+        assert stats[1:] == [RequestStats(1), RequestStats(2, 300, 1, 0, {"ngram": (300, 1)})]
+        assert journal.discarded_tokens == 6
+        total = RequestStats.total(stats)
+        assert total == RequestStats(6, 309, 4, 0, {"ngram": (306, 3), "eagle": (3, 1)})
+
     def test_rows_of_one_step_are_judged_one_by_one(self) -> None:
         journal = Journal()
         for name in "abcd":
@@ -87,6 +113,7 @@ class _Model:
     owner: str | None = None
     attempt: int = 0
     length: int = 0
+    steps: int = 0
 
 
 @dataclass
@@ -94,6 +121,7 @@ class _Expected:
     requests: dict[str, _Model] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
+    discarded: int = 0
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -134,10 +162,13 @@ class JournalMachine(RuleBasedStateMachine):
         current = model.owner is not None and age == 0
         gapped = self.journal.progress(progress(start, count, name, model.attempt - age))
         assert gapped == [name] * (current and start != model.length)
+        grown = len(OUTPUT[start : start + count])
         if current and not gapped:
-            grown = len(OUTPUT[start : start + count])
             model.length += grown
+            model.steps += 1
             self.model.tokens += grown
+        else:
+            self.model.discarded += grown
 
     @rule(name=requests, age=st.integers(0, 2), missing=st.integers(-2, 2), bad=st.booleans())
     def finish(self, name: str, age: int, missing: int, bad: bool) -> None:
@@ -164,9 +195,10 @@ class JournalMachine(RuleBasedStateMachine):
         for name, model in self.model.requests.items():
             kept = self.journal.entries[name]
             assert (kept.owner, tuple(kept.token_ids)) == (model.owner, OUTPUT[: model.length])
-            assert len(kept.logprobs) == model.length
+            assert len(kept.logprobs) == model.length and kept.stats == RequestStats(model.steps)
             assert self.journal.is_current(name, model.attempt) == (model.owner is not None)
         assert self.journal.committed_tokens == self.model.tokens
+        assert self.journal.discarded_tokens == self.model.discarded
         assert set(self.model.ended.values()) <= {1}, "a request ended twice"
         for verifier in VERIFIERS:
             mine = {name for name, model in self.model.requests.items() if model.owner == verifier}
@@ -191,5 +223,5 @@ def test_versions_end_behind_their_last_token() -> None:
     request = journal.hand_to("r", "w")
     assert one.versions == [(8, 3)] and (request.weight_version, request.committed_token_ids) == (9, OUTPUT[:3])
     assert journal.begun == 1
-    journal.end(Finished("r", "abort", RequestStats()))
+    journal.end(Finished("r", "abort"))
     assert journal.begun == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
 from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import trajectory_of
-from specactor_ray.transport.messages import Progress
+from specactor_ray.transport.messages import Progress, RequestStats
 from tests.tiny import tiny_target
 
 
@@ -125,7 +126,9 @@ def journaled(tokenizer: Any, sampling: SamplingParams, tokens: Sequence[int], s
         if journal.stopped:
             assert journal.stopped == {"r": ""} and journal.committed_tokens == entry.num_tokens
             break
-    return trajectory_of(entry, tokenizer)
+    reported = sum(steps[: entry.steps])
+    assert journal.discarded_tokens == entry.discarded == min(reported, len(tokens)) - entry.num_tokens
+    return replace(trajectory_of(entry, tokenizer), stats=RequestStats())
 
 
 def test_an_output_is_cut_at_its_stop_text_whatever_arrives_together() -> None:

@@ -60,7 +60,7 @@ class FakeRollout:
 
     def __init__(self, config: Config) -> None:
         self.config, self.run_name, self.closed = config, config.run.name, False
-        self.committed_tokens = self.reissued_requests = 0
+        self.committed_tokens = self.reissued_requests = self.discarded_tokens = 0
         first = self.script[0] if self.script else None
         if isinstance(first, ClusterError):
             raise first

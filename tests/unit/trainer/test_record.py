@@ -7,12 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from specactor_ray.config import Config
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, totals_of
+from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
 
@@ -44,7 +47,7 @@ def test_the_present_work() -> None:
 def test_drafted_tokens_are_counted_by_method() -> None:
     tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
     assert tracked == {"speed/acceptance_rate/eagle": 0.45}
-    assert totals_of(RECORDS)["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
+    assert totals_of(RECORDS, {})["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
@@ -54,7 +57,9 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     config, drafters = Config(), [{"alarm": True}, {"alarm": False}]
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
-    rollout: Any = SimpleNamespace(metrics=RolloutMetrics, fallbacks=list, drafters=lambda: drafters)
+    rollout: Any = SimpleNamespace(
+        metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, fallbacks=list, drafters=lambda: drafters
+    )
     said = list[str]()
     record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
@@ -68,6 +73,67 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+class Ticks:
+    """A clock, and a rollout whose counters grow with it: 10 tokens in 5 row-steps and 2 discarded ones a second."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.fallbacks, self.drafters, self.progress = list, list, (0, 0)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def metrics(self) -> RolloutMetrics:
+        seconds = round(self.now)
+        return RolloutMetrics(row_steps=5 * seconds, committed_tokens=12 * seconds, supplied_tokens=15 * seconds)
+
+    @property
+    def committed_tokens(self) -> int:
+        return 10 * round(self.now)
+
+    @property
+    def discarded_tokens(self) -> int:
+        return 2 * round(self.now)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_speeds_are_those_of_their_tokens_and_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """Acceptance is that of the step's samples, also where they were generated before the step; rates are of all tokens
+    generated since the last record. The last checkpoint counts in the totals."""
+    config, ticks = Config(), Ticks()
+    config.tracking.tensorboard, config.trainer.max_staleness = False, ahead
+    monkeypatch.setattr("specactor_ray.trainer.record.time", ticks)
+    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
+    rollout: Any = ticks
+    record = StepRecorder(config, run, rollout, PresentWork(2), lambda line: None)
+    stats = RequestStats(4, 10, 5, 1, {"ngram": (6, 4), "eagle": (4, 1)}), RequestStats(6, 0, 0, 0, {})
+    outputs = [trajectory(range(tokens), stats=one) for tokens, one in zip((8, 6), stats, strict=True)]
+    ticks.now += 7.0  # of a start that is in no figure
+    for step in (1, 2):
+        record.begin(step - 1)
+        for phase, seconds in {"rollout": 4, "update": 2, "sync": 1}.items():
+            with record.timed(phase):
+                ticks.now += seconds
+        record.end(step, Experience(trajectories=outputs, reward_wait_s=1.0), UPDATE, 0)
+        with record.timed("checkpoint"):
+            ticks.now += 3
+    totals = record.finish("complete", 0).summary["totals"]
+    first, second = [json.loads(line)["speed"] for line in run.metrics_file.read_text().splitlines()]
+    for speed, seconds in ((first, 7), (second, 10)):
+        assert (speed["tokens"], speed["generated_tokens"], speed["discarded_tokens"]) == (
+            14,
+            10 * seconds,
+            2 * seconds,
+        )
+        assert speed["tokens_per_s"] == pytest.approx(10.0 if ahead else 10 * seconds / 3)
+        assert (speed["acceptance_length"], speed["acceptance_rate"], speed["supply"]) == (1.5, 0.5, 3.0)
+        assert speed["by_method"] == {"ngram": [6, 4], "eagle": [4, 1]}
+    assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
+    assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
 
 
 def test_staleness_is_counted_in_own_tokens() -> None:

@@ -76,8 +76,10 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
     snapshot = decoded(bench, batch, lossy=False)
     assert snapshot["accepted_tokens"] > 0, "no draft was ever accepted, so nothing was tested"
     assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
-    by_request = [f.stats for f in bench.finished.values()]
-    assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
+    verified = [one.verified for one in bench.progress if one.verified is not None]
+    assert sum(int(one.drafted.sum()) for one in verified) == snapshot["drafted_tokens"]
+    assert sum(int(one.accepted.sum()) for one in verified) == snapshot["accepted_tokens"]
+    assert sum(len(one.requests) for one in bench.progress) == snapshot["row_steps"]
     if kind == "suffix":
         assert all(loop.snapshot()["history_tokens"] for loop in bench.drafts.values())
 

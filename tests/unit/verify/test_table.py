@@ -260,9 +260,8 @@ def test_every_array_of_rows_grows() -> None:
     assert {name for name, array in arrays.items() if rows not in array.shape} == {"method", "counts", "reached"}
 
 
-def test_steps_are_counted_by_row() -> None:
-    """Steps, and draft tokens verified and right by method, also where their drafter has left; not in the next request
-    of the row."""
+def test_steps_and_drafts_are_counted() -> None:
+    """All of them, and nothing of a request is left for the next one of its row."""
     table, acceptance = RequestTable(WINDOW), Acceptance()
     a, b, c = (table.open(request(name)) for name in "abc")
     for seat in (0, 1):
@@ -275,7 +274,6 @@ def test_steps_are_counted_by_row() -> None:
     say(table, 0, a, 7)
     commit(table, acceptance, {a: [8]}, {a: (0, 0, 0)})
     table.clear_seat(1, 0)
-    assert table.steps[[a, b, c]].tolist() == [2, 1, 1]
     assert dict(zip(COUNTS[:6], table.counts.tolist()[:6], strict=True)) == {
         "row_steps": 4,
         "committed_tokens": 7,
@@ -285,10 +283,8 @@ def test_steps_are_counted_by_row() -> None:
         "accepted_tokens": 3,
     }
     assert table.reached.tolist() == [[2, 2, 1, 1], [2, 1, 0, 0]]
-    assert table.drafts[0, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
-    assert table.drafts[1, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
     table.begun[a] = True
     table.close(a)
     assert table.open(request("new", [5], max_tokens=9)) == a and table.requests[a].request_id == "new"
     assert table.limit[a] == 9 and not table.begun[a] and not table.assigned[:, a].any()
-    assert not any(array[..., a].any() for array in (table.steps, table.evidence, table.drafts))
+    assert not table.evidence[..., a].any()
