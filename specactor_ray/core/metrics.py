@@ -54,7 +54,8 @@ METRICS: Mapping[str, Metric] = {
         "Usable draft tokens, summed over requests and steps; divided by row_steps, the supply.", _ACTOR
     ),
     "specactor_supplied_row_steps_total": Metric(
-        "Requests with a usable draft tail, summed over steps; divided by row_steps, the share of requests with a draft.",
+        "Requests with a usable draft tail, summed over steps; divided by row_steps, the share of requests with a "
+        "draft.",
         _ACTOR,
     ),
     "specactor_drafted_tokens_total": Metric("Draft tokens that were verified.", _ACTOR),

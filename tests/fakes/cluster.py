@@ -101,7 +101,7 @@ class FakeVerifier:
         while len(self._events) <= after and self._clock.now() < end:
             self._clock.sleep(STEP_S)
         first = max(0, after - 2)  # more than was asked for does no harm
-        return first, self._events[first:], {}
+        return first, self._events[first:], {"running": len(self.running)}
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         self.learned += outputs

@@ -66,6 +66,24 @@ class TestOutputs:
             cluster.bench.clock.sleep(7.0)
 
 
+class TestRest:
+    @pytest.mark.parametrize("fault", ["", "lost_before", "lost_after"])
+    @driven()
+    def test_an_idle_verifier_is_shown_at_rest(self, cluster: FakeCluster, engine: Engine, fault: str) -> None:
+        """Also after aborts, which no event answers, and if calls are lost."""
+        handles = [engine.submit(PROMPT, sampling(seed, 2000)) for seed in range(6)]
+        counters = cluster.client.dispatcher.verifiers.counters
+        cluster.bench.clock.sleep(2.0)
+        assert [one["running"] for one in counters.values()] == [3, 3]
+        if fault:
+            cluster.network.lose("cancel", times=2, fault=fault)
+            cluster.network.lose("poll", times=2, fault=fault)
+        for handle in handles:
+            handle.abort()
+        cluster.bench.clock.sleep(60.0)
+        assert [one["running"] for one in counters.values()] == [0, 0]
+
+
 class TestAbort:
     @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.7])
     @driven()
