@@ -236,8 +236,8 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """Figures of the step's trajectories, whenever they ran: `tokens`, acceptance, `by_method`; and of the time since
-        the last record: `generated_tokens` of any step, their rate, `discarded_tokens`, `supply`."""
+        """Figures of the step's trajectories, whenever they ran: `tokens`, acceptance, `by_method`; and of the time
+        since the last record: `generated_tokens` of any step, their rate, `discarded_tokens`, `supply`."""
         (before, generated, discarded), now = self._counted, self._counters()
         generated, discarded = now[1] - generated, now[2] - discarded
         is_ahead = self._config.trainer.max_staleness > 0
