@@ -160,14 +160,14 @@ class RequestStats:
     @classmethod
     def total(cls, parts: Iterable[RequestStats]) -> RequestStats:
         """Sum of the counters of several requests."""
-        sums, methods = [0, 0, 0, 0], dict[str, tuple[int, int]]()
+        steps, drafted, accepted, discarded, methods = 0, 0, 0, 0, dict[str, tuple[int, int]]()
         for one in parts:
-            counters = (one.steps, one.drafted, one.accepted, one.discarded)
-            sums = [total + count for total, count in zip(sums, counters, strict=True)]
-            for method, (drafted, accepted) in one.by_method.items():
+            steps, discarded = steps + one.steps, discarded + one.discarded
+            drafted, accepted = drafted + one.drafted, accepted + one.accepted
+            for method, pair in one.by_method.items():
                 before = methods.get(method, (0, 0))
-                methods[method] = before[0] + drafted, before[1] + accepted
-        return cls(*sums, methods)
+                methods[method] = before[0] + pair[0], before[1] + pair[1]
+        return cls(steps, drafted, accepted, discarded, methods)
 
 
 @dataclass(frozen=True, slots=True)
