@@ -136,7 +136,7 @@ async def parts_of(form: Form, handle: Handle, index: int) -> AsyncIterator[Part
         service.metrics.arrived(now - came, len(fresh), not count)
         came, count, tokens = now, count + len(fresh), tokens + fresh
         text += growing.add([token.token_id for token in fresh])
-        if text and not handle.done():
+        if text and not form.at_once and not handle.done():
             yield Part(index, text, tokens)
             text, tokens = "", []
     output = service.checked(await handle)
@@ -186,6 +186,8 @@ class Form(abc.ABC):
 
     until: str = ""
     """Only the last part has this text and all that follows it."""
+    at_once = False
+    """Whether an output is one event of a stream."""
     trims = False
     """Whether a text lacks the token that ended its output, where it is no special token."""
 
@@ -305,6 +307,6 @@ def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str,
         return None
     report: list[dict[str, Any] | None] = [None]
     for token_id, value in zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True):
-        text = service.token_text(token_id)
+        text = service.vocabulary.name(token_id)
         report.append({str(token_id): {"logprob": finite(value), "decoded_token": text}})
     return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.requests import MOST_CHOICES, OPENAI, Refusal, Wanted, wanted_of
+from specactor_ray.serve.vocabulary import Vocabulary
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.rows import refuse_impossible
 
@@ -37,8 +37,6 @@ _SEEDS = 2**63
 """Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
 _LONG_TEXT = 4096
 """Characters from which on a prompt is encoded in another thread."""
-_CACHED = 1 << 17
-"""Number of tokens whose text is cached."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets of the times in the metrics."""
 _VIEW_S = 5.0
@@ -113,12 +111,12 @@ class Service:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
         """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
-        self.token_text: Callable[[int], str] = functools.lru_cache(_CACHED)(self.tokenizer.decode)
-        """Text of a token id."""
+        self.vocabulary = Vocabulary(self.tokenizer)
+        """Names and bytes of token ids."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         text = load_target_config(rollout.config).get_text_config()
-        self.context, self.vocabulary = context_tokens(rollout.config, text), text.vocab_size
+        self.context, self.num_ids = context_tokens(rollout.config, text), text.vocab_size
         """Most tokens of prompt and output together, and number of token ids."""
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""
@@ -187,7 +185,7 @@ class Service:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
         try:
             for prompt in prompts:
-                refuse_impossible(TargetRequest("", tuple(prompt), wanted.sampling), self.vocabulary, self.context)
+                refuse_impossible(TargetRequest("", tuple(prompt), wanted.sampling), self.num_ids, self.context)
         except InputError as error:
             raise Refusal(str(error), param="prompt") from None
         handles: list[Handle] = []

@@ -1,0 +1,88 @@
+"""`echo` of `/v1/completions`: the prompt's text, log-probabilities and places before the output's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_engine import ScriptedEngine, events, post
+
+PATH = "/v1/completions"
+
+
+class ScoringEngine(ScriptedEngine):
+    """Its prompts have log-probabilities -1, -2, ... if they are requested."""
+
+    def submit(self, prompt: Any, sampling: Any = None, **options: Any) -> Any:
+        handle = super().submit(prompt, sampling, **options)
+        if sampling.prompt_logprobs:
+            scores = tuple(-1.0 - at for at in range(len(prompt) - 1))
+            end = handle.end
+            handle.end = lambda ended: end(replace(ended, prompt_logprobs=scores))
+        return handle
+
+
+def ask(**body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = post(PATH, body, ScoringEngine()).json()
+    return answer
+
+
+def test_a_choice_begins_with_its_prompt() -> None:
+    ids = ScriptedEngine().tokenizer("the red fox 🦊")["input_ids"]
+    for prompt in ("the red fox 🦊", ids):
+        (choice,) = ask(prompt=prompt, echo=True, max_tokens=3, logprobs=1, seed=1)["choices"]
+        report, output = choice["logprobs"], ask(prompt=ids, max_tokens=3, logprobs=1, seed=1)["choices"][0]
+        assert choice["text"] == "the red fox 🦊" + output["text"] and "prompt_logprobs" not in choice
+        assert report["token_logprobs"] == [None, *(-1.0 - at for at in range(len(ids) - 1)), -0.5, -0.5, -0.5]
+        assert report["top_logprobs"][0] is None and set(map(len, (*report.values(),))) == {len(ids) + 3}
+        assert report["tokens"][len(ids) :] == output["logprobs"]["tokens"]
+        for name, place in zip(report["tokens"], report["text_offset"], strict=True):
+            assert name.startswith("bytes:") or choice["text"].startswith(name, place)
+        assert [place for place in report["text_offset"] if place == 12] == [12] * 4, "four bytes of one character"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone(stream: bool) -> None:
+    body = {"prompt": ["the red", [11, 12, 13]], "echo": True, "max_tokens": 0, "logprobs": 1, "n": 2, "stream": stream}
+    answer = post(PATH, body, ScoringEngine())
+    choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+    tokenizer = ScriptedEngine().tokenizer
+    texts = {"the red": tokenizer("the red")["input_ids"], tokenizer.decode([11, 12, 13]): [11, 12, 13]}
+    for choice in choices:
+        report, (text, ids) = choice["logprobs"], list(texts.items())[choice["index"] // 2]
+        assert choice["text"] == text and len(report["tokens"]) == len(report["text_offset"]) == len(ids)
+        assert report["token_logprobs"] == [None, *(-1.0 - at for at in range(len(ids) - 1))]
+    assert stream or answer.json()["usage"]["completion_tokens"] == 0
+
+
+def test_a_stop_text_cuts_the_output_and_not_the_prompt() -> None:
+    engine = ScoringEngine()
+    engine.script = lambda _prompt, _sampling: engine.tokenizer("one, two, three")["input_ids"]
+    body = {"prompt": "two, two", "echo": True, "stop": ", t", "logprobs": 0, "max_tokens": 50}
+    for stream in (False, True):
+        answer = post(PATH, body | {"stream": stream}, engine)
+        choice = (events(answer) if stream else [answer.json()])[0]["choices"][0]
+        assert choice["text"] == "two, twoone" and choice["stop_reason"] == ", t"
+
+
+def test_special_tokens_of_a_text_have_their_place() -> None:
+    (choice,) = ask(prompt="<|user|>hi", echo=True, max_tokens=0, logprobs=0)["choices"]
+    assert choice["text"] == "<|user|>hi" and "".join(choice["logprobs"]["tokens"]) == "<|user|>hi"
+    assert choice["logprobs"]["text_offset"][:2] == [0, 8]
+
+
+def test_a_stream_without_log_probabilities() -> None:
+    body = {"prompt": ["a", "b"], "echo": True, "stream": True, "max_tokens": 7, "n": 2}
+    texts = [""] * 4
+    for event in events(post(PATH, body, ScoringEngine())):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    outputs = [choice["text"] for choice in ask(prompt=["a", "b"], max_tokens=7, n=2)["choices"]]
+    assert [text[0] for text in texts] == ["a", "a", "b", "b"] and len(outputs) == 4
+
+
+@pytest.mark.parametrize("body", [{"echo": [1]}, {"echo": True, "max_tokens": -1}, {"max_tokens": 0}], ids=str)
+def test_what_cannot_be_is_refused(body: dict[str, Any]) -> None:
+    assert post(PATH, {"prompt": "a", **body}).status_code == 400
