@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.core.environment import hardware, versions
+from specactor_ray.core.environment import fitting_dtype, hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
+from specactor_ray.trainer.gap import GapRule
 from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PHASES = ("rollout", "update", "sync", "checkpoint")
-_LARGE_GAP = 0.05
-"""Average difference of log-probabilities above which a warning is shown."""
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
     ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
@@ -93,6 +92,8 @@ class StepRecorder:
         self._step = run.state.step
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
+        target = config.target
+        self._gap = GapRule(fitting_dtype(target.dtype, target.gpus > 0, target.backend), self._recorded())
         self._counted = self._counters()
         """Counters of the rollout at the beginning of the step, which is the end of the step before."""
 
@@ -146,12 +147,7 @@ class StepRecorder:
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
         self._write()
-        records: list[dict[str, Any]] = []
-        try:
-            records += read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
-        except InputError as problem:  # the summary is written nevertheless
-            logger.error("%s", problem)
-        records += self._pending
+        records = [*self._recorded(), *self._pending]
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -172,6 +168,19 @@ class StepRecorder:
         except OSError as problem:
             logger.error("the summary could not be written: %s", problem)
         return RunOutcome(self._run.folder, summary)
+
+    @property
+    def problem(self) -> str:
+        """Why the run must end, by what was recorded; empty while there is no reason."""
+        return self._gap.problem
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """Records in the file, as far as it can be read."""
+        try:
+            return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        except InputError as problem:
+            logger.error("%s", problem)
+            return []
 
     def _write(self, *records: dict[str, Any]) -> None:
         """Append these records and the pending ones to the file."""
@@ -265,14 +274,7 @@ class StepRecorder:
         return rollout.metrics(), rollout.committed_tokens, rollout.discarded_tokens
 
     def _warn(self, record: Mapping[str, Any]) -> None:
-        gap = record["gap"]["mean"]
-        if gap > _LARGE_GAP and not self._config.trainer.max_staleness:
-            logger.warning(
-                "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average; "
-                "algorithm.importance_cap corrects for it",
-                record["step"],
-                gap,
-            )
+        self._gap.judge(record, record["step"] == self._config.trainer.steps)
         for reason, count in record["failures"]["reward"].items():
             logger.warning("step %d: %d samples have no reward: %s", record["step"], count, reason)
 

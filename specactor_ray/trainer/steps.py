@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError, WeightsError
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, mean_reward
 from specactor_ray.runs.folder import RunOutcome
@@ -99,6 +99,8 @@ def run_steps(parts: TrainingParts) -> RunOutcome:
         saver.save()  # the first own checkpoint of a run that begins with another run's
         while saver.state.step < parts.config.trainer.steps:
             _step(parts)
+            if parts.record.problem:
+                raise WeightsError(parts.record.problem)
             _refuse_to_learn_nothing(parts)
             if parts.enough():
                 break

@@ -93,6 +93,7 @@ class _Record:
     """The metrics of a run, as they would stand in its file."""
 
     steps: dict[int, float] = field(default_factory=dict)
+    problem: str = ""
 
     def begin(self, step: int) -> None:
         pass

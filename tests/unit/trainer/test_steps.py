@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ActorLostError, SpecActorError
+from specactor_ray.core.errors import ActorLostError, SpecActorError, WeightsError
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
@@ -35,6 +35,7 @@ class World:
         self.weights = 0
         """Updates that the weights have had; a half for one that was broken off."""
         self.recorded: list[int] = []
+        self.problem = ""
         self.finished: list[tuple[str, int, str]] = []
         self.said: list[str] = []
         self.config = Config()
@@ -229,6 +230,16 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None
     with pytest.raises(SpecActorError, match="3 steps in a row taught nothing"):
         world.run()
     assert "step-000003" in world.saved
+
+
+def test_a_run_whose_weights_do_not_arrive_fails_even_in_its_last_step(world: World) -> None:
+    def end(step: int, *_: Any) -> None:
+        world.problem = "step 6: the rollout does not run the trained weights" if step == 6 else ""
+
+    world.end = end  # type: ignore[method-assign]
+    with pytest.raises(WeightsError, match="step 6"):
+        world.run()
+    assert world.finished == [("failed", 0, "step 6: the rollout does not run the trained weights")]
 
 
 def test_the_steps_need_neither_ray_nor_torch() -> None:
