@@ -55,8 +55,9 @@ class SamplingParams:
     max_tokens: int = 128
     """Most output tokens of a request, at least 1."""
     seed: int = 0
-    """Key of the noise, an unsigned 64-bit number; the same seed gives the same tokens. In a configuration: seed of the
-    run; the seed of every sample is derived from it, its prompt and its number."""
+    """Key of the noise, an unsigned 64-bit number; the same seed gives the same tokens on CPUs and wherever kernels are
+    batch-invariant (docs/design/keyed-sampling.md). In a configuration: seed of the run; the seed of every sample is
+    derived from it, its prompt and its number."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end an output (and stay in it), besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False

@@ -3,6 +3,7 @@ No check imports a backend."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -16,8 +17,9 @@ from typing import Any
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.environment import count_gpus
+from specactor_ray.core.environment import count_gpus, fitting_dtype
 from specactor_ray.core.errors import ConfigError, ModelLoadError
+from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity
 from specactor_ray.models.cache_size import (
     BLOCK_TOKENS,
     GIB,
@@ -199,9 +201,21 @@ def context_tokens(config: Config, text: Any = None) -> int:
     return min(longest, context_of(text or load_target_config(config).get_text_config()) or longest)
 
 
+def identity_of(config: Config) -> TokenIdentity:
+    """Whether a run's tokens are those of plain decoding one by one. The environment is this process's."""
+    target, mixture = config.target, False
+    dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
+    with contextlib.suppress(ModelLoadError):  # a model that is loaded later
+        if (folder := require_model(target.model)) is not None:
+            mixture = is_mixture(read_config(folder))
+    return token_identity(target.backend, "cuda" if target.gpus else "cpu", dtype, mixture, os.environ)
+
+
 def start_notes(config: Config) -> list[str]:
-    """Messages before a start: about one that takes minutes, and about CPU cores that it leaves idle."""
-    target, notes = config.target, []
+    """Messages before a start: about one that takes minutes, about CPU cores that it leaves idle, and about the identity
+    of tokens where that needs words: on GPUs, and where they agree up to near-ties."""
+    target, identity = config.target, identity_of(config)
+    notes = [identity.line] if target.gpus or not identity.holds else []
     if target.backend == "vllm" and target.compiled and not target.gpus:
         compiling = "vLLM compiles the model at every start, minutes on a CPU"
         notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")

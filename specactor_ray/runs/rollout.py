@@ -24,7 +24,7 @@ from specactor_ray.core.progress import ProgressState, rollout_progress, start_p
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.rollout.preflight import identity_of, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
@@ -239,6 +239,7 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "metrics": rollout.metrics().to_dict(),
         "config": yaml.safe_load(to_yaml(rollout.config)),
         "fallbacks": rollout.fallbacks(),
+        "identity": identity_of(rollout.config).to_dict(),
         "drafters": drafter_health(actors),
         "actors": actors,
         "versions": versions(),

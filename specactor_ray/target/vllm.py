@@ -89,7 +89,7 @@ class VllmEngine:
         set_environment(config)
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         if config.gpus:
-            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 does not yet")
+            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 is not used yet")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor

@@ -17,6 +17,7 @@ from specactor_ray.core.environment import fitting_dtype, hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
+from specactor_ray.rollout.preflight import identity_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
@@ -158,6 +159,7 @@ class StepRecorder:
             "metrics_pending": len(self._pending),
             "totals": totals_of(records, self._seconds),
             "fallbacks": self._rollout.fallbacks(),
+            "identity": identity_of(self._config).to_dict(),
             "drafters": self._rollout.drafters(),
             "config": yaml.safe_load(to_yaml(self._config)),
             "versions": versions(),

@@ -59,10 +59,8 @@ def drafted(drafter: ModelProposer, burst: int) -> list[list[int]]:
 @pytest.mark.parametrize("make", [draft_model, eagle])
 @pytest.mark.parametrize("branches", [0, 4])
 def test_a_captured_step_drafts_what_the_step_drafts(make: Any, branches: int) -> None:
+    """The same rows, padding included, so kernels have no choice. That the step drafts what single forwards draft is
+    proved where products do not depend on the number of rows: in `tests/unit/draft/test_burst.py`."""
     captured = drafted(make(branches=branches, capturer=CudaCapturer()), 8)
     assert captured == drafted(make(branches=branches, capturer=FakeCapturer()), 8)
     assert not any("without CUDA graphs" in line for line in fallbacks())
-    eager = make(branches=branches)
-    eager._bursts = None
-    pairs = list(zip(captured, drafted(eager, 1), strict=True))
-    assert sum(mine == its for mine, its in pairs) > 0.8 * len(pairs), "kernels may depend on the rows"

@@ -144,7 +144,8 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
 )
 def test_idle_cores_and_a_start_that_compiles_are_announced(overrides: dict[str, Any], note: str) -> None:
     settings = {"cluster": {"num_cpus": 16}, **overrides}
-    found = preflight.start_notes(from_mapping(settings))
+    notes = preflight.start_notes(from_mapping(settings))
+    found = [note for note in notes if note != preflight.identity_of(from_mapping(settings)).line]
     assert len(found) == bool(note) and note in "".join(found)
 
 

@@ -1,0 +1,59 @@
+"""Whether a run's tokens are those of plain decoding one by one, or up to near-ties (docs/design/keyed-sampling.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+"""Keys of a model's configuration that only mixtures of experts have."""
+
+
+class TokenIdentity(NamedTuple):
+    """Whether kernels compute a row alike whatever shares its batch; if so, every mode gives the same tokens."""
+
+    holds: bool
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """The claim for the log."""
+        if self.holds:
+            return f"tokens are those of plain decoding, one by one: {self.reason}"
+        return f"samples have the distribution of plain decoding, and its tokens up to near-ties: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The claim for the summary."""
+        return {"tokens_identical": self.holds, "reason": self.reason}
+
+
+def is_mixture(facts: Mapping[str, Any]) -> bool:
+    """Whether a model with this configuration is a mixture of experts."""
+    nested = facts.get("text_config")
+    text = nested if isinstance(nested, Mapping) else facts
+    return any(isinstance(count := text.get(key), int) and count > 0 for key in _EXPERTS)
+
+
+def token_identity(
+    backend: str, device: str, dtype: str, mixture: bool, environment: Mapping[str, str]
+) -> TokenIdentity:
+    """Claim of a run of the target.
+
+    Args:
+        backend: `hf` or `vllm`.
+        device: `cpu` or `cuda`.
+        dtype: Data type of the target; not `auto`.
+        mixture: Whether the target is a mixture of experts.
+        environment: Environment of the verifiers.
+    """
+    if device != "cpu":
+        if backend == "vllm" and environment.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
+            return TokenIdentity(True, "VLLM_BATCH_INVARIANT is set, so vLLM's kernels do not depend on the batch")
+        hint = "; VLLM_BATCH_INVARIANT=1 selects kernels that do not" if backend == "vllm" else ""
+        return TokenIdentity(False, f"the GPU's kernels depend on the number of rows{hint}")
+    if dtype == "float32":
+        return TokenIdentity(True, "float32 on CPUs")
+    if dtype == "bfloat16" and not mixture:
+        return TokenIdentity(True, "bfloat16 on CPUs, whose products do not depend on the number of rows")
+    what = "a mixture of experts" if mixture else "a product"
+    return TokenIdentity(False, f"{what} in {dtype} on CPUs is rounded by the number of rows; float32 is not")

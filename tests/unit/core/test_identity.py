@@ -1,0 +1,74 @@
+"""The claim of a run: the same tokens as plain decoding, or the same up to near-ties."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.core.identity import is_mixture, token_identity
+from specactor_ray.rollout.preflight import identity_of, start_notes
+from tests.tiny import tiny_target
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "mixture", "invariant", "holds"),
+    [
+        ("hf", "cpu", "float32", False, None, True),
+        ("hf", "cpu", "float32", True, None, True),
+        ("hf", "cpu", "bfloat16", False, None, True),
+        ("hf", "cpu", "bfloat16", True, None, False),
+        ("hf", "cpu", "float16", False, None, False),
+        ("vllm", "cpu", "float32", True, None, True),
+        ("vllm", "cpu", "bfloat16", True, "1", False),
+        ("hf", "cuda", "float32", False, None, False),
+        ("hf", "cuda", "bfloat16", False, "1", False),
+        ("vllm", "cuda", "bfloat16", False, None, False),
+        ("vllm", "cuda", "float32", False, "0", False),
+        ("vllm", "cuda", "bfloat16", False, "", False),
+        ("vllm", "cuda", "bfloat16", False, "1", True),
+        ("vllm", "cuda", "bfloat16", True, "1", True),
+    ],
+)
+def test_identity_holds_where_kernels_do_not_depend_on_the_batch(
+    backend: str, device: str, dtype: str, mixture: bool, invariant: str | None, holds: bool
+) -> None:
+    environment = {} if invariant is None else {"VLLM_BATCH_INVARIANT": invariant}
+    found = token_identity(backend, device, dtype, mixture, environment)
+    assert found.holds == holds and found.reason
+    assert ("up to near-ties" in found.line) == (not holds)
+    assert found.to_dict() == {"tokens_identical": holds, "reason": found.reason}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"num_local_experts": 8}, True),
+        ({"text_config": {"n_routed_experts": 64}}, True),
+        ({"num_experts": None, "num_local_experts": 0}, False),
+        ({"hidden_size": 8}, False),
+    ],
+)
+def test_mixtures_are_known_by_their_configuration(facts: dict[str, object], expected: bool) -> None:
+    assert is_mixture(facts) == expected
+
+
+def test_a_run_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs a line where it does not, on GPUs always."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    (tmp_path / "model.safetensors").touch()
+
+    def found(model: Path, **target: object) -> tuple[bool, list[str]]:
+        config = from_mapping({"mode": "plain", "target": {"model": str(model), "cores": 1, **target}})
+        return identity_of(config).holds, [note for note in start_notes(config) if "plain decoding" in note]
+
+    assert found(tiny_target(), dtype="float32") == (True, []) == found(tiny_target(), dtype="bfloat16")
+    holds, (line,) = found(tmp_path, dtype="bfloat16")
+    assert not holds and "mixture of experts in bfloat16" in line
+    holds, (line,) = found(tmp_path, gpus=1)
+    assert not holds and "number of rows" in line
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    holds, (line,) = found(tmp_path, gpus=1, backend="vllm")
+    assert holds and "one by one" in line
