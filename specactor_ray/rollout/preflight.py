@@ -212,7 +212,7 @@ def identity_of(config: Config) -> TokenIdentity:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Messages before a start: about one that takes minutes, about CPU cores that it leaves idle, and about the identity
+    """Messages before a start: about one that takes minutes, CPU cores that it leaves idle, and about the identity
     of tokens where that needs words: on GPUs, and where they agree up to near-ties."""
     target, identity = config.target, identity_of(config)
     notes = [identity.line] if target.gpus or not identity.holds else []
