@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _OPEN = ("/health", "/health_generate", "/ping")
 """Paths without a token: probes of load balancers."""
+_MOST_DISCARDED = 4
+"""Most of a refused body that is read, in largest bodies."""
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
@@ -72,6 +74,8 @@ class Guard:
     def __init__(self, app: ASGIApp, service: Service, token: str | None) -> None:
         self._app, self._limits, self._metrics = app, service.limits, service.metrics
         self._token = token.encode() if token else None
+        self._running = 0
+        """Number of requests that have passed the check."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = time.monotonic(), 500
@@ -84,8 +88,14 @@ class Guard:
 
         try:
             self._check(scope)
-            await self._app(scope, self._limited(receive), noted)
+            self._running += 1
+            try:
+                await self._app(scope, self._limited(receive), noted)
+            finally:
+                self._running -= 1
         except Refusal as refusal:
+            if b"expect" not in dict(scope["headers"]):  # such a client sends its body only when it is asked to
+                await self._discard(receive)
             await _answer(refusal)(scope, receive, noted)
         finally:
             route = scope.get("route")
@@ -95,6 +105,8 @@ class Guard:
         headers = dict(scope["headers"])
         if scope["path"] not in _OPEN:
             self._check_access(headers)
+            if self._running >= self._limits.max_connections:
+                raise Refusal(f"the server works on {self._running} requests already; repeat it later", 503)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             raise self._too_large()
@@ -123,10 +135,21 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
+                if message.get("more_body"):
+                    await self._discard(receive)
                 raise self._too_large()
             return message
 
         return counted
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read the rest of a refused body: a client that cannot send it all might not read the answer."""
+        left = _MOST_DISCARDED * self._limits.max_body_bytes
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body"):
+                return
 
     def _too_large(self) -> Refusal:
         return Refusal(f"the body is too large; at most {self._limits.max_body_bytes} bytes are taken", 413)

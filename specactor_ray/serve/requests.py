@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from specactor_ray.core.errors import (
     CallError,
@@ -46,7 +47,6 @@ _KINDS = {
 }
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
-    413: {"Connection": "close"},  # the rest of the body is not read
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
@@ -72,6 +72,8 @@ def refusal_of(error: Exception) -> HTTPException:
         return error
     if isinstance(error, RequestValidationError):
         return _refusal_of_fields(error.errors())
+    if isinstance(error, ClientDisconnect):
+        return Refusal("the client has left", 499)
     if not isinstance(error, SpecActorError):
         logger.error("a request failed", exc_info=error)
         return Refusal("the server failed; its log has the reason", 500)

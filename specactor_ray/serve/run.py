@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from rich.console import Console
@@ -32,14 +32,13 @@ from specactor_ray.core.signals import (
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import refuse_early, start_notes
 from specactor_ray.serve.app import is_loopback, make_app
+from specactor_ray.serve.connections import KEEP_ALIVE_S, MOST_HEAD_BYTES, http_protocol
 from specactor_ray.serve.service import Service
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
-_MOST_HEAD_BYTES = 32 << 10
-_KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
+_LEAST_BACKLOG = 1024
 _CUT_OFF_S = 5
 """Seconds for the answers of requests that are cut off at the end."""
 _KEY, _KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"
@@ -64,6 +63,12 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         announce_interruption()
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections):
+            connection.check(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain_s = self._service.limits.drain_s
@@ -119,16 +124,15 @@ def server_of(service: Service, token: str | None = None, report: Callable[[str]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
         make_app(service, token),
-        http=_http_protocol(_MOST_HEAD_BYTES),
-        h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
+        http=http_protocol(limits),
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=limits.max_connections,
-        limit_concurrency=limits.max_connections,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        backlog=max(limits.max_connections, _LEAST_BACKLOG),
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(limits.drain_s) + _CUT_OFF_S,
     )
     return Server(options, service, report)
@@ -218,36 +222,3 @@ def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> s
     if len(key) < _SHORTEST_KEY or not key.isascii() or any(one.isspace() or not one.isprintable() for one in key):
         raise InputError(f"the token of {_KEY} or {_KEY_PATH} must be {_SHORTEST_KEY} or more visible ASCII characters")
     return key
-
-
-def _http_protocol(most_bytes: int) -> Any:
-    """Value of uvicorn's `http` option: httptools, if installed, with at most this many bytes of a head (plus one read
-    of the socket); else h11, which has its own limit."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
-
-    class LimitedProtocol(HttpToolsProtocol):
-        """Closes a connection whose head is too large."""
-
-        head_bytes: int | None = None
-        """Bytes received of the present head; None outside a head."""
-
-        def data_received(self, data: bytes) -> None:
-            if self.head_bytes is not None:
-                self.head_bytes += len(data)
-                if self.head_bytes > most_bytes:
-                    self.send_400_response("The head of the request is too large.")
-                    return
-            super().data_received(data)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.head_bytes = 0
-
-        def on_headers_complete(self) -> None:
-            self.head_bytes = None
-            super().on_headers_complete()
-
-    return LimitedProtocol

@@ -49,6 +49,13 @@ class Limits:
 
     max_body_bytes: int = 16 << 20
     max_connections: int = 4096
+    """Requests at a time; connections that wait for a request are closed when others need their room."""
+    head_s: float = 10.0
+    """Seconds for the head of a request; before the first one from the connection on."""
+    body_s: float = 120.0
+    """Seconds for the body of a request."""
+    reader_s: float = 60.0
+    """Seconds for which a client may read nothing of an answer that waits for it."""
     drain_s: float = 10.0
     """Seconds that running requests may continue when the server ends."""
 

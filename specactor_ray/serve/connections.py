@@ -1,0 +1,179 @@
+"""HTTP connections with limits of number, and of time for heads, bodies and readers: clients that send or read
+nothing take no room from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specactor_ray.serve.service import Limits
+
+MOST_HEAD_BYTES = 32 << 10
+KEEP_ALIVE_S = 75
+"""Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
+_CLOSE_S = 5.0
+"""Seconds in which a connection that is closed must have sent its last bytes."""
+_SPARE = 64
+"""Connections above the limit of requests, so that probes and refusals have room."""
+_OTHER_FILES = 512
+"""Descriptors that the process needs besides connections."""
+_TOO_LATE = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 33\r\n"
+    b"connection: close\r\n\r\nThe request arrived too slowly.\r\n"
+)
+_FIRST, _IDLE, _HEAD, _BODY, _BUSY, _WRITING, _CLOSING = range(7)
+"""Phases of a connection: before its first request, between two, in a head, in a body, in the work on a request, while
+the client does not read, and while it closes. A connection in one of the first four may be closed to make room."""
+
+
+def most_connections(limits: Limits) -> int:
+    """Number of connections at a time. Raises the limit of open files of this process if they need it."""
+    wanted = limits.max_connections + _SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted + _OTHER_FILES:
+        soft = min(hard, wanted + _OTHER_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(_SPARE, min(wanted, soft - _OTHER_FILES))
+
+
+def http_protocol(limits: Limits) -> Any:
+    """Value of uvicorn's `http` option: its protocol on httptools, if that is installed, or on h11, with limits.
+
+    h11 has its own limit of a head; with httptools a head has at most `MOST_HEAD_BYTES` and one read of the socket.
+    """
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return _h11_protocol(limits)
+
+    class Protocol(_limited(HttpToolsProtocol, limits)):  # type: ignore[misc]
+        """Protocol on httptools."""
+
+        head_bytes: int | None = None
+        """Bytes received of the present head; None outside a head."""
+
+        def data_received(self, data: bytes) -> None:
+            if self.head_bytes is not None:
+                self.head_bytes += len(data)
+                if self.head_bytes > MOST_HEAD_BYTES:
+                    self.send_400_response("The head of the request is too large.")
+                    return
+            super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.head_bytes = 0
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = None
+            self.in_body = True
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self.in_body = False
+            super().on_message_complete()
+
+    return Protocol
+
+
+def _h11_protocol(limits: Limits) -> Any:
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(_limited(H11Protocol, limits)):  # type: ignore[misc]
+        """Protocol on h11."""
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.in_body = self.conn.their_state is h11.SEND_BODY
+
+    return Protocol
+
+
+def _limited(base: Any, limits: Limits) -> Any:
+    """A protocol of uvicorn with limits of time and number."""
+    most, most_discarded = most_connections(limits), 4 * limits.max_body_bytes
+    seconds = {
+        _FIRST: limits.head_s,
+        _IDLE: KEEP_ALIVE_S,
+        _HEAD: limits.head_s,
+        _BODY: limits.body_s,
+        _WRITING: limits.reader_s,
+        _CLOSING: _CLOSE_S,
+    }
+
+    class Limited(base):  # type: ignore[misc]
+        in_body = False
+        """The end of a request's body has not arrived."""
+        reads = discarded = 0
+        """How often the client began to read again, and bytes of a body that arrived after the answer."""
+        head_after: Any = _FIRST
+        """The last request before the head of which a part has arrived."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.state: tuple[Any, ...] = ()
+            self.since = self.loop.time()
+            if len(self.connections) > most:
+                _make_room(self)
+
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                if self.in_body:
+                    self.discarded += len(data)
+                    if self.discarded > most_discarded:
+                        self.transport.abort()
+                        return
+                else:
+                    self.head_after = self.cycle
+            super().data_received(data)
+
+        def resume_writing(self) -> None:
+            self.reads += 1
+            super().resume_writing()
+
+        def phase(self) -> int:
+            """What the connection waits for."""
+            if self.transport.is_closing():
+                return _CLOSING
+            if self.flow.write_paused:
+                return _WRITING
+            if self.in_body:
+                return _BODY
+            if self.cycle is None:
+                return _FIRST
+            if not self.cycle.response_complete:
+                return _BUSY
+            return _HEAD if self.head_after is self.cycle else _IDLE
+
+        def check(self, now: float) -> None:
+            """End the connection if it has been in its phase for too long."""
+            phase = self.phase()
+            state = (phase, self.cycle, self.reads)
+            if state != self.state:
+                if (phase, self.state) != (_FIRST, ()):
+                    self.since = now
+                self.state = state
+            elif now - self.since > seconds.get(phase, float("inf")):
+                self._end(phase)
+
+        def _end(self, phase: int) -> None:
+            if phase in (_WRITING, _CLOSING):
+                self.transport.abort()
+                return
+            has_begun = phase == _BODY or self.head_after is self.cycle
+            if has_begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
+                self.transport.write(_TOO_LATE)
+            self.transport.close()
+
+    return Limited
+
+
+def _make_room(new: Any) -> None:
+    """End the connection that has waited longest for a request; the new one if all serve requests."""
+    waiting = [(one.phase(), one.since, id(one), one) for one in new.connections if one is not new]
+    candidates = [one for one in waiting if one[0] in (_FIRST, _IDLE, _HEAD, _BODY, _CLOSING)]
+    (min(candidates)[-1] if candidates else new).transport.abort()
