@@ -205,12 +205,16 @@ class Rollout(RunClient):
         Raises:
             InputError: A stream is open and no policy is given, a tensor does not fit the target, or the version of a
                 `WeightSet` is below an earlier one.
+            WeightsError: Verifiers cannot load the weights, or compute something else with them than transformers. They
+                wait for the next version.
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
             if policy is None:
                 self.require_no_stream("weights cannot change")
             weights = self.prepare_weights(weights)
+        elif weights.probe is None:
+            logger.warning("weights without a probe are not proved. Fix: put_weights(..., layout=layout)")
         return super().update_weights(weights, policy)
 
     def prepare_weights(self, weights: Weights) -> WeightSet:

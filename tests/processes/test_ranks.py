@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +19,8 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.learner import deepspeed_engine
 from specactor_ray.learner.engine import SavedPart, WorkCounter
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.probe import eager_logprobs
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, find_damage
 from tests.fakes.forked_ranks import ForkedRanks, run_forked
@@ -47,7 +50,12 @@ def settings(backend: str = "torch", stage: int = 2, algorithm: str = "grpo") ->
 def weights_of(ranks: ForkedRanks) -> dict[str, torch.Tensor]:
     exported = ranks.export_weights(1)
     assert exported.num_bytes == sum(bucket.data.nbytes for bucket in exported.buckets)
-    return {name: tensor.clone() for bucket in exported.buckets for name, tensor in unpack(bucket)}
+    weights = {name: tensor.clone() for bucket in exported.buckets for name, tensor in unpack(bucket)}
+    model = load_model(str(tiny_target()), dtype="auto")
+    model.load_state_dict(weights)
+    assert exported.probe is not None
+    np.testing.assert_allclose(exported.probe.logprobs, eager_logprobs(model, exported.probe.token_ids), atol=1e-4)
+    return weights
 
 
 def run(

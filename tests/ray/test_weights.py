@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,30 @@ import torch
 from rich.console import Console
 
 from specactor_ray import Rollout, SamplingParams
+from specactor_ray.actors.loops import DraftActor
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cli.report import status_table
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import InputError
+from specactor_ray.controller.controller import start_controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.core.console import make_console
+from specactor_ray.core.errors import InputError, WeightsError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.learner.batching import Sample
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.models.weight_buckets import pack
+from specactor_ray.rollout import rollout as rollout_module
+from specactor_ray.trainer.run import train
 from specactor_ray.trainer.trainer_ranks import TrainerGroup
+from tests.fakes.dropping import DROPPED, DroppingVerifier
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+TARGET = {"dtype": "float32", "kv_cache_gb": 0.05}
 PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
 
@@ -45,7 +55,7 @@ def cluster() -> Iterator[None]:
 
 def config(model: Path, mode: str = "plain", **more: Any) -> Config:
     """Buckets of weights are much smaller than the model."""
-    target = {"model": str(model), "dtype": "float32", "kv_cache_gb": 0.05}
+    target = {**TARGET, "model": str(model), **more.pop("target", {})}
     cluster = {"pin_cores": False, "health_interval_s": 0.5}
     trainer = {"learning_rate": 0.003, "prompts_per_step": 2, "weight_bucket_mb": 1}
     return from_mapping({"mode": mode, "target": target, "cluster": cluster, "trainer": trainer, **more})
@@ -123,6 +133,43 @@ def test_what_does_not_fit_changes_nothing() -> None:
     for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
         with pytest.raises(InputError, match="this rollout is closed"):
             use()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = ActorClasses(DroppingVerifier, DraftActor)
+    monkeypatch.setattr(rollout_module, "start_controller", lambda config: start_controller(config, actors))
+    weights = load_model(str(tiny_target())).state_dict()
+    with Rollout(config(tiny_target(), target={**TARGET, "replicas": replicas})) as rollout:
+        for version in (1, 2):
+            with pytest.raises(WeightsError, match=rf"version {version} .*; not loaded: {DROPPED}\."):
+                rollout.update_weights(changed(weights, seed=version))
+        rows = rollout.status()
+        assert len(rows) == replicas and all(DROPPED in row["note"] for row in rows)
+        assert rollout.update_weights(weights) == 3, "the tensor as it was"
+        assert tokens(rollout)
+
+
+def test_a_training_that_an_engine_does_not_follow_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = ActorClasses(DroppingVerifier, DraftActor)
+    monkeypatch.setattr(rollout_module, "start_controller", lambda config: start_controller(config, actors))
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 3 to 9.", "answer": "3"}\n' * 4)
+    settings = config(
+        tiny_target(),
+        run={"dir": str(tmp_path), "name": "dropped"},
+        data={"path": str(tmp_path / "tasks.jsonl"), "n": 2},
+        sampling={"max_tokens": 12},
+        reward={"functions": [{"name": "tests.fakes.reward_functions:sleepy"}]},
+        tracking={"tensorboard": False},
+    )
+    with pytest.raises(WeightsError, match=rf"version \d+ .*{DROPPED}"):
+        train(settings, make_console(sys.stderr))
+    summary = json.loads((tmp_path / "dropped" / "summary.json").read_text())
+    assert summary["status"] == "failed" and DROPPED in summary["error"]
 
 
 def samples() -> list[Sample]:

@@ -308,7 +308,11 @@ class TestWeights:
         with pytest.raises(WeightsError, match="4 verifiers in a row were lost"):
             in_place(sync, 1)
         sync.set_current(WeightSet(2, ("a",)))
-        for index in range(9):  # each is lost after it has loaded them
+        for index in range(9):  # once it is in place, replacements fail for other reasons
             one = HandMember(VERIFIER, 0, f"next-{index}")
             settle(sync, one)
             assert in_place(sync, 2) and one.serves
+            send(sync, lost := HandMember(VERIFIER, 1, f"lost-{index}"))
+            lost.answer("load_weights", WeightsError("memory"))
+            send(sync, lost)
+            assert lost.error is not None and in_place(sync, 2)

@@ -14,13 +14,13 @@ import torch
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import WeightsError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.probe import eager_logprobs, probe_of, probe_tokens
 from specactor_ray.models.weight_buckets import WeightLayout, unpack
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.proof import prove
 from specactor_ray.transport.messages import WeightSet
+from tests.fakes.dropping import DroppingEngine
 from tests.families import FAMILIES, VOCAB_SIZE, make_model, save_model
 
 TOKENS = probe_tokens(VOCAB_SIZE)
@@ -67,20 +67,6 @@ def test_one_tensor_at_a_time_is_what_transformers_computes(name: str, tmp_path:
     assert np.array_equal(engine.prompt_logprobs(TOKENS), fresh.prompt_logprobs(TOKENS))
 
 
-class Dropping(HfEngine):
-    """Leaves one tensor as it was."""
-
-    dropped = ""
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        model = self._model.model
-        owner, _, kind = self.dropped.rpartition(".")
-        module = model.get_submodule(owner)
-        packed = isinstance(module, PackedLinear)
-        kept = module.parameters_now()[kind] if packed else getattr(module, kind)
-        super().load_weights(version, {**state_dict, self.dropped: kept.clone()})
-
-
 @pytest.mark.parametrize(
     ("name", "dropped"),
     [
@@ -95,7 +81,7 @@ class Dropping(HfEngine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_dropped_tensor_is_found_by_name(name: str, dropped: str, dtype: str, tmp_path: Path) -> None:
     folder = save_model(name, tmp_path)
-    engine, layout = make_engine(folder, dtype, Dropping), WeightLayout.of(folder, dtype, 10_000)
+    engine, layout = make_engine(folder, dtype, DroppingEngine), WeightLayout.of(folder, dtype, 10_000)
     engine.dropped = dropped  # type: ignore[attr-defined]
     weights, tensors = sent(layout, {**moved(name)})
     engine.load_weights(1, tensors)

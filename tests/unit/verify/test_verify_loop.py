@@ -8,14 +8,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.core.types import SamplingParams
+from specactor_ray.core.errors import WeightsError
+from specactor_ray.core.types import Probe, SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.models.probe import eager_logprobs, probe_tokens
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout, WeightSet
@@ -28,6 +31,7 @@ from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
 
 torch.set_num_threads(1)
+PROBED = probe_tokens(400)
 
 
 class Verifier:
@@ -141,6 +145,57 @@ def test_a_request_for_other_weights_is_refused_once_and_makes_no_token(verifier
     loaded.result(0)
     assert [type(event) for event in verifier.events[:2]] == [Refused, Refused]
     assert verifier.ends() == [("r0", 2)]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_weights_that_did_not_arrive_generate_no_token(verifier: Verifier, asleep: bool) -> None:
+    """While the engine sleeps it has no memory for a forward: the proof waits until it wakes."""
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(tiny_target())
+    right = WeightSet(2, (), probe=Probe(PROBED, eager_logprobs(original, PROBED), 1e-3))
+    wrong = WeightSet(1, (), probe=Probe(PROBED, np.zeros(len(PROBED) - 1, np.float32), 1e-3))
+
+    def load(weights: WeightSet) -> list[Future[None]]:
+        steps = [verifier.loop.sleep()] if asleep else []
+        steps.append(verifier.loop.load_weights(weights, original.state_dict()))
+        steps += [verifier.loop.wake()] if asleep else []
+        verifier.step()
+        return steps
+
+    *before, last = load(wrong)
+    assert not any(done.exception(0) for done in before)
+    with pytest.raises(WeightsError, match=r"version 1 did not arrive: .* differ by \d.* nats"):
+        last.result(0)
+    verifier.loop.submit([one(), replace(one(1), weight_version=1)])
+    verifier.finish()
+    assert [type(event) for event in verifier.events] == [Refused, Refused]
+    assert not any(done.exception(0) for done in load(right))
+    verifier.loop.submit([replace(one(2), weight_version=2)])
+    verifier.finish()
+    assert verifier.ends() == [("r0", 2)]
+
+
+def test_weights_that_fail_half_way_are_tried_again_and_nothing_runs_meanwhile(verifier: Verifier) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict()
+    load = verifier.engine.load_weights
+
+    def fail(version: int, state_dict: Any) -> None:
+        verifier.engine.load_weights = load  # type: ignore[method-assign]
+        raise ValueError("experts")
+
+    verifier.engine.load_weights = fail  # type: ignore[method-assign]
+    first = verifier.loop.load_weights(WeightSet(1, ()), weights)
+    verifier.step()
+    assert isinstance(first.exception(0), ValueError)
+    verifier.loop.submit([one(), replace(one(1), weight_version=1)])
+    again = verifier.loop.load_weights(WeightSet(1, ()), weights)
+    verifier.loop.submit([replace(one(2), weight_version=1)])
+    verifier.finish()
+    again.result(0)
+    assert [type(event) for event in verifier.events[:2]] == [Refused, Refused] and verifier.ends() == [("r0", 2)]
 
 
 @pytest.mark.parametrize(
