@@ -1,0 +1,274 @@
+"""Every figure of metrics and trajectories beside a recount: of the engines' steps, and of what the driver received.
+
+The tables list all figures of the code, so a new one needs its recount here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from specactor_ray.core.metrics import METRICS
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.journal import Journal, JournalEntry
+from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.simulation.network import VirtualActor
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.transport.messages import Progress, RequestStats
+from tests.faults.injector import FaultPlan
+from tests.faults.models import FaultyHost
+from tests.faults.run import FaultScenario, Simulation
+
+
+class Recount:
+    """What a journal received, counted by what became of its entries."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.steps, self.discarded_of = Counter[str](), Counter[str]()
+        self.drafts: dict[str, Counter[tuple[str, int]]] = {}
+        self.kept = self.discarded = 0
+        self._journal, self._take = journal, journal.progress
+        journal.progress = self.progress  # type: ignore[method-assign]
+
+    def progress(self, message: Progress) -> list[str]:
+        entries = self._journal.entries
+        before = {name: (one.num_tokens, one.stop) for name, one in entries.items()}
+        gapped, verified = self._take(message), message.verified
+        for at, ((name, _), length) in enumerate(zip(message.requests, message.lengths.tolist(), strict=True)):
+            entry = entries.get(name)
+            if entry is None or (entry.num_tokens, entry.stop) == before[name]:
+                self.discarded += length
+                continue
+            grown = entry.num_tokens - before[name][0]
+            self.kept, self.discarded = self.kept + grown, self.discarded + length - grown
+            self.steps[name] += 1
+            self.discarded_of[name] += length - grown
+            if verified is not None and verified.drafted[at]:
+                mine, method = self.drafts.setdefault(name, Counter()), verified.names[verified.methods[at]]
+                mine[method, 0] += int(verified.drafted[at])
+                mine[method, 1] += int(verified.accepted[at])
+        return gapped
+
+    def stats(self, name: str) -> RequestStats:
+        mine = self.drafts.get(name, Counter())
+        by_method = {method: (mine[method, 0], mine[method, 1]) for method, _ in mine}
+        drafted, accepted = (sum(pair[n] for pair in by_method.values()) for n in range(2))
+        return RequestStats(self.steps[name], drafted, accepted, self.discarded_of[name], by_method)
+
+
+class RecordedHost(FaultyHost):
+    """Keeps the drafts and the result of every step."""
+
+    log: list[tuple[Drafts, StepResult]]
+
+    def build_engine(self, spec: Any) -> Any:
+        engine = super().build_engine(spec)
+        step = engine.step
+
+        def recorded(drafts: Drafts = NO_DRAFTS) -> StepResult:
+            result = step(drafts)
+            self.log.append((drafts, result))
+            return result
+
+        engine.step = recorded  # type: ignore[method-assign]
+        return engine
+
+
+@dataclass
+class Truth:
+    """Sums over the steps of one verifier."""
+
+    log: list[tuple[Drafts, StepResult]]
+    now: float
+    version: int = 0
+    recount: Recount | None = None
+    reissued: int = 0
+
+    def total(self, name: str) -> float:
+        return sum(float(getattr(result, name).sum()) for _, result in self.log)
+
+    @property
+    def row_steps(self) -> int:
+        return sum(int((result.lengths > 0).sum()) for _, result in self.log)
+
+    def by_position(self, name: str) -> list[int]:
+        """How often the 1st, 2nd, ... draft token was verified, or was right."""
+        counts = [count for _, result in self.log for count in getattr(result, name).tolist()]
+        most = max((count for _, result in self.log for count in result.drafted.tolist()), default=0)
+        return [sum(count > at for count in counts) for at in range(most)]
+
+    @property
+    def seconds(self) -> float:
+        return sum(result.forward_s + result.sampling_s for _, result in self.log)
+
+    @property
+    def plain_steps(self) -> int:
+        return sum(not len(drafts.tokens) for drafts, _ in self.log)
+
+
+Check = Callable[[Any, Truth, Mapping[str, Any]], bool]
+
+
+def near(value: float, expected: float) -> bool:
+    return value == pytest.approx(expected)
+
+
+COUNTERS: dict[str, Check] = {
+    "steps": lambda v, t, _: v == len(t.log),
+    "suspended_steps": lambda v, t, _: 0 <= v <= t.plain_steps,
+    "committed_tokens": lambda v, t, _: v == t.total("lengths") == sum(len(result.tokens) for _, result in t.log),
+    "row_steps": lambda v, t, _: v == t.row_steps,
+    "supplied_tokens": lambda v, t, all_: t.total("drafted") <= v and all_["supplied_row_steps"] <= v,
+    "supplied_row_steps": lambda v, t, _: sum(int((r.drafted > 0).sum()) for _, r in t.log) <= v <= t.row_steps,
+    "drafted_tokens": lambda v, t, _: v == t.total("drafted"),
+    "accepted_tokens": lambda v, t, _: v == t.total("accepted"),
+    "refuted_tails": lambda v, t, _: v >= sum(int((r.accepted < r.drafted).sum()) for _, r in t.log),
+    "rescued_tails": lambda v, t, all_: v >= 0,
+    "forward_s": lambda v, t, _: near(v, sum(r.forward_s for _, r in t.log)),
+    "sampling_s": lambda v, t, _: near(v, sum(r.sampling_s for _, r in t.log)),
+    "waiting_s": lambda v, t, _: 0.0 <= v <= t.now - t.seconds,
+    "protocol_s": lambda v, t, all_: 0.0 <= v <= t.now - t.seconds - all_["waiting_s"] + 1e-6,
+    "drafted_by_position": lambda v, t, _: v == t.by_position("drafted"),
+    "accepted_by_position": lambda v, t, _: v == t.by_position("accepted"),
+    "acceptance_rate": lambda v, t, _: near(v, t.total("accepted") / max(t.total("drafted"), 1)),
+    "acceptance_length": lambda v, t, _: near(v, t.total("lengths") / max(t.row_steps, 1)),
+    "supply": lambda v, t, all_: near(v, all_["supplied_tokens"] / max(t.row_steps, 1)),
+    "supply_share": lambda v, t, all_: near(v, all_["supplied_row_steps"] / max(t.row_steps, 1)),
+}
+"""Each figure of `RolloutMetrics` → whether it is right, by its value, the steps, and the other figures."""
+
+EXPORTED: dict[str, Callable[[float, Mapping[str, str], Truth, Mapping[str, Any]], bool]] = {
+    "running_requests": lambda v, _l, _t, _c: v == 0,
+    "step_seconds_total": lambda v, labels, _t, c: v == c[f"{labels['part']}_s"],
+    "drafter_tried_tokens_total": lambda v, _l, _t, c: v >= max(c["health"]["right"], 0),
+    "drafter_right_tokens_total": lambda v, _l, _t, c: v == c["health"]["right"],
+    "drafter_alarm": lambda v, _l, _t, c: v == c["health"]["alarm"],
+    "drafter_weight_version": lambda v, _l, _t, c: v == c["health"]["version"],
+    "drafter_open_requests": lambda v, _l, _t, _c: v == 0,
+    "drafter_token_seconds": lambda v, _l, t, _c: 0.0 <= v <= t.now,
+    "step_age_seconds": lambda v, _l, _t, _c: v == 0.0,
+    "requests_in_flight": lambda v, _l, _t, _c: v == 0,
+    "requests_waiting": lambda v, _l, _t, _c: v == 0,
+    "requests_reissued_total": lambda v, _l, t, _c: v == t.reissued,
+    "journaled_tokens_total": lambda v, _l, t, _c: t.recount is not None and v == t.recount.kept,
+    "discarded_tokens_total": lambda v, _l, t, _c: t.recount is not None and v == t.recount.discarded,
+    "weight_version": lambda v, _l, t, _c: v == t.version,
+    "weight_syncs_total": lambda v, _l, t, _c: v == t.version,
+    "weight_sync_seconds_total": lambda v, _l, t, _c: 0.0 <= v <= t.now,
+}
+"""Each exported metric that is no counter of `COUNTERS` → the same, by its labels and the verifier's counters, too."""
+OF_THE_CONTROLLER = {"actors", "drafters_wanted"}
+"""Counted in `tests/unit/controller` and `tests/ray/test_metrics.py`."""
+
+
+class Recorded(Simulation):
+    """Compares all figures when nothing runs any more."""
+
+    def __init__(self, scenario: FaultScenario) -> None:
+        super().__init__(scenario)
+        self.logs: dict[str, list[tuple[Drafts, StepResult]]] = {}
+        self.ended: list[JournalEntry] = []
+        self.compared = self.released = self.moved = 0
+
+    def make_host(self, actor: VirtualActor) -> FaultyHost:
+        host = RecordedHost(self.network, actor, self.world, self.models)
+        host.log = self.logs.setdefault(actor.name, [])
+        return host
+
+    def start_run(self) -> None:
+        super().start_run()
+        journal = self.client.dispatcher.journal
+        self.recount, end = Recount(journal), journal.end
+
+        def ended(message: Any) -> JournalEntry:
+            entry = end(message)
+            self.ended.append(entry)
+            return entry
+
+        journal.end = ended  # type: ignore[method-assign]
+        release, balance = journal.release, self.client.dispatcher._balance
+
+        def released(request_id: str) -> JournalEntry:
+            self.released += 1
+            return release(request_id)
+
+        def balanced(now: float) -> None:
+            before = self.released
+            balance(now)
+            self.moved += self.released - before
+
+        journal.release = released  # type: ignore[method-assign]
+        self.client.dispatcher._balance = balanced  # type: ignore[method-assign]
+
+    def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
+        super()._check_single(handle, sampling)
+        if handle.result().stats != self.recount.stats(handle.key):
+            self.fail(f"{handle.key} has the counters {handle.result().stats}, not {self.recount.stats(handle.key)}")
+
+    def _check_settled(self) -> None:
+        super()._check_settled()
+        for entry in self.ended:
+            if entry.stats != self.recount.stats(entry.request_id):
+                self.fail(f"{entry.request_id} has the counters {entry.stats}")
+        verifiers = self.client.dispatcher.verifiers
+        own = {name: counters for name, counters in verifiers.counters.items() if name in self.client.view().verifiers}
+        seats = {name.partition("#")[0]: name for name in own}
+        for name, counters in own.items():
+            truth = Truth(self.logs[name], self.kernel.now)
+            figures = RolloutMetrics.merge([counters]).to_dict()
+            for figure, value in figures.items():
+                self.compared += 1
+                if not COUNTERS[figure](value, truth, figures):
+                    self.fail(f"{name} shows {figure} {value}")
+        for row in self.client.metric_rows():
+            figure = row.name.removeprefix("specactor_")
+            name = seats.get(row.labels.get("actor", ""), "")
+            truth = Truth(
+                self.logs.get(name, []), self.kernel.now, self.version, self.recount, self.released - self.moved
+            )
+            counters = own.get(name, {})
+            if "method" in row.labels:
+                hosted = counters["inline"].values()
+                counters = next(one for one in hosted if one["health"]["method"] == row.labels["method"])
+            counter = figure.removesuffix("_total")
+            if figure in EXPORTED:
+                is_right = EXPORTED[figure](row.value, row.labels, truth, counters)
+            else:
+                is_right = COUNTERS[counter](row.value, truth, counters)
+            if not is_right:
+                self.fail(f"{row.name} of {name or 'the driver'} is {row.value}")
+
+
+def test_every_figure_has_its_recount() -> None:
+    assert COUNTERS.keys() == RolloutMetrics().to_dict().keys()
+    exported = {name.removeprefix("specactor_") for name in METRICS}
+    rest = {name for name in exported if name.removesuffix("_total") not in COUNTERS}
+    assert rest == EXPORTED.keys() | OF_THE_CONTROLLER
+
+
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [
+        ("plain", ()),
+        ("coupled", ()),
+        ("decoupled", ("close early",)),
+        ("decoupled", ("kill verifier",)),
+        ("coupled", ("kill verifier", "close early")),
+        ("decoupled", ("bad links", "freeze actor")),
+    ],
+)
+def test_every_figure_is_that_of_the_records(mode: str, faults: tuple[str, ...]) -> None:
+    """With moves between verifiers, aborts, stop texts, new weights, lost verifiers and lost messages."""
+    plan = FaultPlan(faults, 12, 0.3) if faults else FaultPlan()
+    scenario = FaultScenario(7, requests=48, verifiers=3, mode=mode, hosted=True, stops=True, faults=plan)
+    simulation = Recorded(scenario)
+    report = simulation.run()
+    assert report.violations == []
+    assert simulation.compared >= 2 * len(COUNTERS) and simulation.recount.discarded > 0
+    if "kill verifier" in faults:
+        assert simulation.released > simulation.moved > 0
