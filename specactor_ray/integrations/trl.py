@@ -9,15 +9,17 @@ needed.
 from __future__ import annotations
 
 import abc
+import itertools
+import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import httpx
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
@@ -39,6 +41,9 @@ _DIALECT = Dialect(
 _TEXT = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
 """Text that two tokenizers encode in the same way if they are those of one model."""
 
+_MOST_CHOICES, _MOST_BYTES, _AT_A_TIME = 64, 4 << 20, 32
+"""Most choices of a request to a server, bytes of its prompts as JSON, and requests at a time: together half of the
+outputs that may wait in a server, so that it has room for others."""
 Outputs = list[tuple[Sequence[int], Sequence[float]]]
 """Token ids and log-probabilities of each output."""
 
@@ -191,11 +196,15 @@ class ServerClient(_Client):
     has read it.
 
     Raises:
-        InputError: The server does not answer, or has another tokenizer.
+        InputError: The server does not answer, or has another tokenizer; or the package httpx is missing.
     """
 
     def __init__(self, trainer: Any, url: str, weights_folder: str | None = None) -> None:
         super().__init__(trainer)
+        try:
+            import httpx
+        except ImportError:
+            raise InputError(f"attach({url!r}) needs the package httpx. Fix: pip install httpx") from None
         headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("SPECACTOR_API_KEY")) else {}
         base = url.rstrip("/").removesuffix("/v1")
         self._http, self._folder = httpx.Client(base_url=base, headers=headers, timeout=None), weights_folder
@@ -207,10 +216,21 @@ class ServerClient(_Client):
         self._require_tokenizer(self._ask("/tokenize", {"prompt": _TEXT})["tokens"], self._model)
 
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
+        """As the base class, in requests of bounded size, several at a time. Each choice has the seed that it would
+        have in one request of all prompts."""
         more = {"model": self._model, "n": n, "logprobs": 0, "return_token_ids": True}
-        answer = self._ask("/v1/completions", {"prompt": prompts, **asdict(sampling), **more})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+        def ask(part: range) -> Outputs:
+            own = {"prompt": prompts[part.start : part.stop], "first_prompt": part.start}
+            answer = self._ask("/v1/completions", {**asdict(sampling), **more, **own})
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+        pool = ThreadPoolExecutor(_AT_A_TIME)
+        try:
+            return list(itertools.chain.from_iterable(pool.map(ask, _parts(prompts, n))))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
@@ -221,16 +241,31 @@ class ServerClient(_Client):
             self._ask("/update_weights", {"weight_dir": folder})
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request and return its answer; with a body it is a POST."""
+        """Send a request and return its answer; with a body it is a POST. Waits while too many outputs wait there."""
+        from httpx import HTTPError
+
         try:
-            answer = self._http.request("GET" if body is None else "POST", path, json=body)
+            while (answer := self._http.request("GET" if body is None else "POST", path, json=body)).status_code == 429:
+                time.sleep(float(answer.headers.get("Retry-After", 1)))
             content = None if answer.is_error else answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (HTTPError, ValueError) as error:
             url = self._http.base_url.join(path)
             raise InputError(f"{url} does not answer: {error}. Fix: start `specactor serve`") from None
         if answer.is_error:
             raise InputError(f"{answer.url}: {answer.status_code}: {answer.text[:2000]}")
         return content
+
+
+def _parts(prompts: Sequence[Sequence[int]], n: int) -> Iterator[range]:
+    """Yield the numbers of the prompts of each request for `n` choices of every prompt."""
+    begin = size = 0
+    for number, prompt in enumerate(prompts):
+        length = len(json.dumps(prompt))
+        if number > begin and ((number + 1 - begin) * n > _MOST_CHOICES or size + length > _MOST_BYTES):
+            yield range(begin, number)
+            begin, size = number, 0
+        size += length
+    yield range(begin, len(prompts))
 
 
 def _generation(trainer: Any, client: _Client | None) -> Any:

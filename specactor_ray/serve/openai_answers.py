@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.rollout.detokenizer import Detokenizer, decoded
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
@@ -15,6 +16,7 @@ from specactor_ray.serve.outputs import Form, Part, finite, prompt_report, spans
 from specactor_ray.serve.requests import SamplingBody, Wanted
 from specactor_ray.serve.service import Service
 from specactor_ray.serve.tool_calls import CALL, opens_thought, parsed_calls
+from specactor_ray.serve.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from specactor_ray.serve.openai import ChatBody, CompletionBody
@@ -82,20 +84,27 @@ class Offsets:
     """Places in a text at which its tokens begin; parts of one character begin at the same place.
 
     Args:
-        tokenizer: A transformers tokenizer.
+        vocabulary: The tokens.
         special: Whether the text has special tokens.
         at: Place of the first token.
     """
 
-    def __init__(self, tokenizer: Any, special: bool, at: int = 0) -> None:
-        self._detokenizer, self._at = Detokenizer(tokenizer, special), at
+    def __init__(self, vocabulary: Vocabulary, special: bool, at: int = 0) -> None:
+        self._vocabulary, self._special, self._at = vocabulary, special, at
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_begun = self._has_part = False
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
         """Places of the next tokens."""
         places = []
         for token_id in token_ids:
+            utf8 = self._vocabulary.answer_bytes(token_id, self._special, not self._has_begun)
+            if self._has_part and utf8 and not 0x80 <= utf8[0] < 0xC0:  # the character remains a part
+                self._at += len(self._decoder.decode(b"", True))
             places.append(self._at)
-            self._at += len(self._detokenizer.add((token_id,)))
+            if utf8:
+                self._at += len(self._decoder.decode(utf8))
+                self._has_begun, self._has_part = True, bool(self._decoder.getstate()[0])
         return places
 
 
@@ -116,7 +125,7 @@ class CompletionForm(OpenAIForm):
     def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
         choice = {**self.frame(part), "text": part.text}
         if self.wanted.logprobs is not None:
-            offsets = self._offsets.setdefault(part.index, Offsets(self.service.tokenizer, self.wanted.special))
+            offsets = self._offsets.setdefault(part.index, Offsets(self.service.vocabulary, self.wanted.special))
             choice["logprobs"] = self.report(part.tokens, offsets)
         if self.with_ids and part.output is not None:
             choice["prompt_token_ids"] = self.prompts[part.index // self.wanted.n]
@@ -169,7 +178,7 @@ class EchoForm(CompletionForm):
             choice |= {"finish_reason": "length", "stop_reason": None, "weight_versions": []}
         if self.wanted.logprobs is not None:
             prompt = self.prompts[number]
-            offsets = Offsets(self.service.tokenizer, self.wanted.special, begin)
+            offsets = Offsets(self.service.vocabulary, self.wanted.special, begin)
             offsets.add(prompt)
             own, others = self._prompt_report(number, output), self.report(part.tokens, offsets)
             choice["logprobs"] = {name: own[name] + others[name] for name in own}
@@ -202,13 +211,15 @@ class EchoForm(CompletionForm):
 
     def _prompt_offsets(self, prompt: Sequence[int], given: Any) -> list[int]:
         """Places of a prompt's tokens in its text, which may contain special tokens, but not one that was added."""
-        tokenizer, special = self.service.tokenizer, self.wanted.special
+        vocabulary, special = self.service.vocabulary, self.wanted.special
         if not isinstance(given, str):
-            return Offsets(tokenizer, special).add(prompt)
-        whole = decoded(tokenizer, prompt, True)
+            return Offsets(vocabulary, special).add(prompt)
+        whole = decoded(self.service.tokenizer, prompt, True)
         special = whole.endswith(given)
         begin = len(given) - len(whole) if special else 0
-        return [min(max(place, 0), len(given)) for place in Offsets(tokenizer, special, begin).add(prompt)]
+        return [
+            min(max(place, 0), len(given)) for place in Offsets(vocabulary, special, begin).add(prompt)
+        ]
 
 
 class ChatForm(OpenAIForm):

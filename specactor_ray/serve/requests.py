@@ -226,6 +226,7 @@ class SamplingBody(RequestBody):
     first_position: Integer | None = None
     prompt_logprobs: Integer | bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    first_prompt: Integer | None = None
     session: Text = None
 
 
@@ -242,7 +243,7 @@ class TemplateBody(JsonObject):
 # ---- sampling options ----
 
 OPENAI = Dialect(
-    known=(*FIELDS, "n", "skip_special_tokens"),
+    known=(*FIELDS, "n", "skip_special_tokens", "first_prompt"),
     ignored=(
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
         *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
@@ -265,6 +266,8 @@ class Wanted:
     """Number of reported alternatives per token; None reports no log-probabilities."""
     special: bool = False
     """Whether texts have special tokens."""
+    first_prompt: int | None = None
+    """Number of the first prompt in the batch of which the request is a part; its seeds are those of that batch."""
 
 
 def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dialect: Dialect = OPENAI) -> Wanted:
@@ -279,5 +282,9 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dial
     skip = own.pop("skip_special_tokens", True)
     if type(skip) is not bool:
         raise Refusal(f"skip_special_tokens is {clipped(skip)}; it must be true or false", param="skip_special_tokens")
+    first = own.pop("first_prompt", None)
+    if first is not None and (type(first) is not int or not 0 <= first < 2**32):
+        problem = f"first_prompt is {clipped(first)}; it must be a whole number from 0 to 2**32 - 1"
+        raise Refusal(problem, param="first_prompt")
     sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
-    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None, not skip)
+    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None, not skip, first)

@@ -199,8 +199,8 @@ class Service:
         sampling = wanted.sampling
         try:
             for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
-                if len(prompts) * wanted.n > 1:
-                    sampling = sample_of(wanted.sampling, number, sample)
+                if len(prompts) * wanted.n > 1 or wanted.first_prompt is not None:
+                    sampling = sample_of(wanted.sampling, (wanted.first_prompt or 0) + number, sample)
                 prompt = list(prompts[number])
                 handles.append(
                     self.engine.submit(prompt, sampling, request_id=name, session=session, priority=priority)

@@ -146,6 +146,9 @@ class TestOpenAI:
         first, *others = answer["prompt_logprobs"]
         assert first is None and [int(token) for one in others for token in one] == prompt[1:]
         assert [value["logprob"] for one in others[begin - 1 :] for value in one.values()] == expected
+        body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1}
+        (choice,) = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        assert choice["logprobs"]["token_logprobs"][begin:] == expected
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
         answer = HTTP.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
         assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]

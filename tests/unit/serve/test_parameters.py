@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ def test_fields_are_translated() -> None:
         {"max_tokens": 0},
         {"n": 0},
         {"n": True},
+        {"first_prompt": -1},
+        {"first_prompt": True},
         {"seed": 2**64},
         {"logprobs": 21},
         {"stop": ""},
@@ -108,3 +111,17 @@ def test_neutral_values_of_vllms_fields_pass(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["include_reasoning", "enable_thinking", "do_sample"])
 def test_false_that_would_change_the_answer_is_refused(name: str) -> None:
     assert post("/v1/completions", {"prompt": [1], name: False}).status_code == 400
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_parts_of_a_batch_have_its_seeds(size: int) -> None:
+    prompts = [[at + 1, 7] for at in range(5)]
+
+    def seeds(part: list[list[int]], **more: Any) -> list[int]:
+        answer = post("/v1/completions", {"prompt": part, "n": 2, "seed": 3, "max_tokens": 1, **more}).json()
+        return [choice["seed"] for choice in answer["choices"]]
+
+    parts = (seeds(prompts[at : at + size], first_prompt=at) for at in range(0, 5, size))
+    assert list(itertools.chain.from_iterable(parts)) == seeds(prompts)
+    one = post("/v1/completions", {"prompt": [1], "n": 1, "seed": 3, "first_prompt": 4}).json()["choices"][0]
+    assert one["seed"] == seeds(prompts)[8]

@@ -114,9 +114,15 @@ def test_places_of_tokens(kind: str) -> None:
         ids = tokenizer.convert_tokens_to_ids(words)
         size = 3 if kind == "strip" else 4
         begins = [0, 0, size, size, size, size + 1]
-    assert Offsets(tokenizer, False).add(ids)[: len(begins)] == begins
-    halves = Offsets(tokenizer, False)
-    assert halves.add(ids[:3]) + halves.add(ids[3:]) == Offsets(tokenizer, False).add(ids)
+    vocabulary = Vocabulary(tokenizer)
+    assert Offsets(vocabulary, False).add(ids)[: len(begins)] == begins
+    halves = Offsets(vocabulary, False)
+    assert halves.add(ids[:3]) + halves.add(ids[3:]) == Offsets(vocabulary, False).add(ids)
+
+
+def test_a_part_of_a_character_that_never_ends_is_one_character() -> None:
+    ids = [byte_level().convert_tokens_to_ids("ð"), *byte_level().encode("ab", add_special_tokens=False)]
+    assert decoded(byte_level(), ids) == "\ufffdab" and Offsets(Vocabulary(byte_level()), False).add(ids) == [0, 1, 2]
 
 
 class TestAlternatives:

@@ -1,0 +1,71 @@
+"""TRL's client over HTTP, on a real server of scripted outputs, with more than any one request may have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.integrations import trl
+from specactor_ray.integrations.trl import ServerClient
+from specactor_ray.sampling.seeds import sample_of
+from specactor_ray.serve.requests import MOST_CHOICES
+from specactor_ray.serve.run import serving
+from specactor_ray.serve.service import Limits
+from tests.fakes.scripted_engine import ScriptedEngine, make_service, tokenizer
+
+SAMPLING = SamplingParams(max_tokens=2, seed=9, ignore_eos=True)
+
+
+def outputs(prompts: list[list[int]], n: int, engine: ScriptedEngine, limits: Limits | None = None) -> Any:
+    trainer = SimpleNamespace(_tokenizer=tokenizer())
+    with serving(make_service(engine, limits)) as url:
+        return ServerClient(trainer, url).roll_out(prompts, SAMPLING, n)
+
+
+def expected(number: int, sample: int) -> list[int]:
+    """What the scripted engine gives for the seed that the sample has in the whole batch."""
+    seed = sample_of(SAMPLING, number, sample).seed
+    return [10 + (seed + at) % 300 for at in range(2)]
+
+
+def test_more_completions_than_a_request_may_have() -> None:
+    prompts = [[1 + number % 300] for number in range(MOST_CHOICES // 2 + 3)]
+    engine = ScriptedEngine()
+    done = outputs(prompts, 3, engine)
+    assert [ids for ids, _ in done] == [
+        expected(number, sample) for number in range(len(prompts)) for sample in range(3)
+    ]
+    assert all(logprobs == [-0.5, -0.5] for _, logprobs in done) and len(done) > MOST_CHOICES
+
+
+def test_more_bytes_than_a_request_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "_MOST_BYTES", 4000)
+    prompts = [[300] * 400 for _ in range(12)]  # 2 kB each
+    done = outputs(prompts, 2, ScriptedEngine(), Limits(max_body_bytes=5000))
+    assert [ids for ids, _ in done] == [expected(number, sample) for number in range(12) for sample in range(2)]
+
+
+def test_parts_stay_below_both_limits() -> None:
+    prompts = [[151_000] * 16_000] * 600
+    size = len(json.dumps(prompts[0]))
+    parts = list(trl._parts(prompts, 8))
+    assert [number for part in parts for number in part] == list(range(600))
+    assert all(len(part) * 8 <= trl._MOST_CHOICES and len(part) * size < Limits().max_body_bytes for part in parts)
+    assert list(trl._parts([[1]] * 3, 1000)) == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_a_full_server_is_waited_for() -> None:
+    engine = ScriptedEngine(max_waiting=64)
+    done = outputs([[1]] * 40, 8, engine)
+    assert [ids for ids, _ in done] == [expected(number, sample) for number in range(40) for sample in range(8)]
+
+
+def test_a_rollout_of_this_process_needs_no_httpx() -> None:
+    code = "import sys; sys.modules['httpx'] = None; import specactor_ray.integrations.trl"
+    subprocess.run([sys.executable, "-c", code], check=True)
