@@ -83,14 +83,14 @@ def _h11_protocol(limits: Limits) -> Any:
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Protocol(_limited(H11Protocol, limits)):  # type: ignore[misc]
+    class PureProtocol(_limited(H11Protocol, limits)):  # type: ignore[misc]
         """Protocol on h11."""
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self.in_body = self.conn.their_state is h11.SEND_BODY
 
-    return Protocol
+    return PureProtocol
 
 
 def _limited(base: Any, limits: Limits) -> Any:

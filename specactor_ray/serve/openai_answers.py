@@ -217,9 +217,7 @@ class EchoForm(CompletionForm):
         whole = decoded(self.service.tokenizer, prompt, True)
         special = whole.endswith(given)
         begin = len(given) - len(whole) if special else 0
-        return [
-            min(max(place, 0), len(given)) for place in Offsets(vocabulary, special, begin).add(prompt)
-        ]
+        return [min(max(place, 0), len(given)) for place in Offsets(vocabulary, special, begin).add(prompt)]
 
 
 class ChatForm(OpenAIForm):
