@@ -212,8 +212,8 @@ def test_an_actor_pauses_and_sleeps(actor: Any, truth: list[Trajectory]) -> None
 
 def test_an_actor_takes_weights_that_another_process_packs(actor: Any, truth: list[Trajectory]) -> None:
     layout = ray.get(actor.weight_layout.remote(), timeout=60.0)
-    same = load_model(str(tiny_target())).state_dict()
-    packed = put_weights(0, layout.buckets(same), Calls(), layout=layout)
+    whole = load_model(str(tiny_target())).state_dict()
+    packed = put_weights(0, layout.buckets(whole), Calls(), layout=layout)
     assert [ray.get(actor.update_weights.remote(packed), timeout=60.0) for _ in range(2)] == [1, 2]
     output = ray.get(actor.generate.remote(tiny_prompts(1)[0], own(0)), timeout=60.0)
     assert same(output, truth[0]) and output.weight_version == 2
