@@ -220,7 +220,9 @@ class WeightSync:
             for member in ready:
                 self._update_one(member, now)
             current, verifiers = self._newest.get(VERIFIER), [one for one in ready if one.key == VERIFIER]
-            if current is not None and self._in_place < current.version:  # later ones fail for other reasons
+            served = any(map(self._is_current, verifiers))
+            # Once it is in place, one that fails is replaced while another one serves.
+            if current is not None and not (served and self._in_place == current.version):
                 self._trials.judge({member.actor_id: member.weights[VERIFIER] for member in verifiers})
                 if not self._is_refused() and verifiers and all(map(self._is_current, verifiers)):
                     self._in_place = current.version

@@ -247,4 +247,8 @@ class VerifyLoop(Loop):
     def _wake_up(self) -> None:
         self._engine.wake()
         self._asleep = False
-        self._prove()
+        try:
+            self._prove()
+        except Exception as error:
+            self.error = error  # the controller, which has taken them for loaded, replaces the verifier
+            raise

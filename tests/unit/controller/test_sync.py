@@ -308,11 +308,16 @@ class TestWeights:
         with pytest.raises(WeightsError, match="4 verifiers in a row were lost"):
             in_place(sync, 1)
         sync.set_current(WeightSet(2, ("a",)))
-        for index in range(9):  # once it is in place, replacements fail for other reasons
-            one = HandMember(VERIFIER, 0, f"next-{index}")
-            settle(sync, one)
-            assert in_place(sync, 2) and one.serves
-            send(sync, lost := HandMember(VERIFIER, 1, f"lost-{index}"))
+        serving = HandMember(VERIFIER)
+        settle(sync, serving)
+        for index in range(9):  # it is in place, and another verifier serves
+            lost = HandMember(VERIFIER, 1, f"lost-{index}")
+            send(sync, serving, lost)
             lost.answer("load_weights", WeightsError("memory"))
-            send(sync, lost)
+            send(sync, serving, lost)
             assert lost.error is not None and in_place(sync, 2)
+        last = HandMember(VERIFIER, 0, "last")  # none serves: a rollout must not wait for ever
+        send(sync, last)
+        last.answer("load_weights", WeightsError("memory"))
+        settle(sync, last)
+        assert last.error is None and not last.serves and last.versions == [2] and "memory" in last.note

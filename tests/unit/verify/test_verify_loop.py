@@ -170,6 +170,7 @@ def test_weights_that_did_not_arrive_generate_no_token(verifier: Verifier, aslee
     verifier.loop.submit([one(), replace(one(1), weight_version=1)])
     verifier.finish()
     assert [type(event) for event in verifier.events] == [Refused, Refused]
+    assert isinstance(verifier.loop.error, WeightsError) == asleep, "else the load itself has failed"
     assert not any(done.exception(0) for done in load(right))
     verifier.loop.submit([replace(one(2), weight_version=2)])
     verifier.finish()
