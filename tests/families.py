@@ -45,6 +45,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_BASE, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", {**_BASE, **_EXPERTS}),
     "glm4-moe": ("Glm4Moe", {**_BASE, **_BIASED}),
+    "qwen2-moe": ("Qwen2Moe", {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 16}),
+    "ernie-moe": ("Ernie4_5_Moe", {**_BASE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+    "granite-moe-tied": ("GraniteMoe", {**_BASE, "num_local_experts": 4, "tie_word_embeddings": True}),
     "deepseek-v3": ("DeepseekV3", {**_BASE, **_BIASED, **_LATENT, "num_key_value_heads": 4}),
 }
 """Name → transformers' class of the configuration, and its settings."""
@@ -61,7 +64,7 @@ def make_model(name: str, seed: int = 0) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings))
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            if tensor.dim() == 1:
+            if tensor.dim() == 1 or tensor.min() == tensor.max():
                 tensor += 0.2 * torch.randn(tensor.shape)
     return model.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -126,4 +127,11 @@ class Probe(NamedTuple):
     logprobs: np.ndarray
     """float32 `(n - 1,)`: log-probabilities of `token_ids[1:]`, each after all tokens before it, in nats."""
     tolerance: float
-    """Largest average difference from them, in nats, that is rounding."""
+    """Largest `gap`, in nats, that is rounding."""
+
+    def gap(self, logprobs: np.ndarray) -> float:
+        """Average difference from these log-probabilities of the same tokens, or of the first ones, without the largest
+        quarter: an expert that rounding chooses differently moves a few positions far. NaN if one of them is."""
+        differences = np.sort(np.abs(logprobs - self.logprobs[: len(logprobs)]))
+        nearer = differences[: math.ceil(0.75 * len(differences))]
+        return float(nearer.mean()) if np.isfinite(differences).all() else math.nan

@@ -41,17 +41,19 @@ def probe_of(name: str, dtype: str, weights: Mapping[str, torch.Tensor], *, trus
         raise WeightsError(
             "the new weights give log-probabilities that are no finite numbers; the training has diverged"
         )
-    if kind != torch.float32 and (name, dtype) not in _noise:
-        _noise[name, dtype] = float(np.abs(logprobs_as_set(model, tokens) - logprobs).mean())
-    rounding = max(_ROUNDED_NATS, _TIMES_NOISE * _noise.get((name, dtype), 0.0))
-    return Probe(tokens, logprobs, _EXACT_NATS if kind == torch.float32 else rounding)
+    probe = Probe(tokens, logprobs, _EXACT_NATS)
+    if kind == torch.float32:
+        return probe
+    if (name, dtype) not in _noise:
+        _noise[name, dtype] = probe.gap(logprobs_as_set(model, tokens))
+    return probe._replace(tolerance=max(_ROUNDED_NATS, _TIMES_NOISE * _noise[name, dtype]))
 
 
-_EXACT_NATS, _ROUNDED_NATS, _TIMES_NOISE = 1e-3, 0.05, 4.0
+_EXACT_NATS, _ROUNDED_NATS, _TIMES_NOISE = 1e-3, 0.05, 6.0
 """Tolerance in float32; least tolerance in 16 bits, and its ratio to the noise of the model."""
 _noise: dict[tuple[str, str], float] = {}
-"""Model and data type → average difference between two forms of attention, in nats, with its first weights here: it
-depends on the model (experts are chosen by rounded numbers) and costs a forward."""
+"""Model and data type → gap between two forms of attention, in nats, with its first weights here: it depends on the
+model and costs a forward."""
 
 
 def eager_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:

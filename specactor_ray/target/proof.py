@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from specactor_ray.core.errors import WeightsError
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.transport.messages import WeightSet
@@ -22,8 +20,7 @@ def prove(engine: TargetEngine, weights: WeightSet, state_dict: Mapping[str, Any
     if weights.probe is None:
         return
     count = min(len(weights.probe.token_ids), engine.max_model_len - 1)
-    expected = weights.probe.logprobs[: count - 1]
-    gap = float(np.abs(engine.prompt_logprobs(weights.probe.token_ids[:count]) - expected).mean())
+    gap = weights.probe.gap(engine.prompt_logprobs(weights.probe.token_ids[:count]))
     stale = engine.stale_weights(state_dict)
     logger.info("weights %d: %.3g nats from transformers on average", weights.version, gap)
     if gap <= weights.probe.tolerance and not stale:  # the former is false for NaN
