@@ -75,6 +75,23 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
+def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) -> None:
+    config = Config()
+    config.tracking.tensorboard, config.target.dtype = False, "float32"
+    rollout: Any = SimpleNamespace(metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, drafters=list)
+
+    def train(steps: range, gap: float) -> str:
+        run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(step=steps[0] - 1), None, ())
+        record = StepRecorder(config, run, rollout, PresentWork(9), lambda _: None)
+        for step in steps:
+            record.begin(step - 1)
+            record.end(step, Experience(), {**UPDATE, "logprob_gap": gap}, 0)
+        return record.problem
+
+    assert train(range(1, 3), 1e-6) == ""
+    assert train(range(3, 5), 2e-2).startswith("step 4: log-probabilities of rollout and trainer differ by 0.02 nats")
+
+
 class Ticks:
     """A clock, and a rollout whose counters grow with it: 10 tokens in 5 row-steps and 2 discarded ones a second."""
 
