@@ -153,6 +153,23 @@ class TestOpenAI:
         answer = HTTP.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
         assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]
 
+    def test_log_probabilities_of_prompts_whose_outputs_a_stop_text_ends(
+        self, rollout: Rollout, server: Served
+    ) -> None:
+        prompt = [1, 2, 3, 4, 5]
+        (scored,) = rollout.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=True), n=1)
+        expected = [pytest.approx(value, abs=1e-4) for value in scored.prompt_logprobs or ()]
+        (whole,) = rollout.generate([prompt], SamplingParams(max_tokens=48, seed=8, ignore_eos=True), n=1)
+        ended = {"max_tokens": 48, "seed": whole.sampling.seed, "ignore_eos": True, "stop": [whole.text[3:6]]}
+        body = {"token_ids": prompt, "sampling_params": {**ended, "prompt_logprobs": 1}}
+        stopped = HTTP.post(f"{server.url}/inference/v1/generate", json=body).json()
+        assert stopped["choices"][0]["finish_reason"] == "stop" and len(stopped["prompt_logprobs"]) == len(prompt)
+        body = {"model": "tiny", "prompt": prompt, **ended, "prompt_logprobs": 1}
+        (choice,) = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "stop" and choice["prompt_logprobs"] == stopped["prompt_logprobs"]
+        values = [value["logprob"] for one in choice["prompt_logprobs"][1:] for value in one.values()]
+        assert values == expected
+
     def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
         assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
         tokens = HTTP.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
