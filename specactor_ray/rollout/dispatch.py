@@ -237,7 +237,7 @@ class Dispatcher:
                 self._sharing.add(link.verifier_id, ended)
                 self._end(ended)
             elif isinstance(event, PromptScores):
-                self.journal.entries[request_id].prompt_logprobs = event.logprobs
+                self.journal.entries[request_id].prompt_scores = event.scores
             elif isinstance(event, Refused):
                 link.free_at = self._clock.now() + _REFUSED_S
                 self._reissue([request_id], f"verifier {link.verifier_id} refused: {event.reason}")

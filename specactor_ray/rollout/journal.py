@@ -57,8 +57,8 @@ class JournalEntry:
     """Draft method → numbers of draft tokens that these steps verified, and of right ones."""
     discarded: int = 0
     """Number of tokens that a stop text removed."""
-    prompt_logprobs: np.ndarray | None = None
-    """Those that the newest attempt reported."""
+    prompt_scores: np.ndarray | None = None
+    """Those that the newest attempt reported, as in `PromptScores`."""
     records: bytearray = field(default_factory=bytearray, repr=False)
     """Committed tokens as `RECORD`s; an array that grows by an eighth when it is full. For the dispatch thread until
     the request has ended."""

@@ -63,6 +63,8 @@ class Trajectory:
     prompt_logprobs: tuple[float, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second on, with `sampling.prompt_logprobs`; None without, or if
     the request ended before they were computed. That of the first token is not defined."""
+    prompt_best: tuple[tuple[int, float], ...] | None = None
+    """The most probable token at each of these positions, and its log-probability."""
     loss_mask: tuple[bool, ...] = ()
     """Whether each output token was sampled by the model, with `environment.name`; the log-probabilities of the others
     are 0. Empty if all were."""
@@ -107,7 +109,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         error: Reason why the request was never begun.
     """
     finished, token_ids = entry.finished, entry.token_ids
-    scores = entry.prompt_logprobs
+    scores = entry.prompt_scores
     text = decoded(tokenizer, token_ids) if tokenizer else ""
     stop: str | int | None = None
     if entry.stop is not None:
@@ -132,7 +134,8 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         versions=tuple(entry.versions),
         stop_reason=stop,
         top_logprobs=tuple(entry.tops()) if entry.sampling.logprobs else None,
-        prompt_logprobs=None if scores is None else tuple(scores.tolist()),
+        prompt_logprobs=None if scores is None else tuple(scores[:, 0].tolist()),
+        prompt_best=None if scores is None else tuple((int(one), value) for one, value in scores[:, 1:].tolist()),
     )
 
 

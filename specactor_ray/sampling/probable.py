@@ -54,6 +54,19 @@ def logprobs_of(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
     return found
 
 
+def prompt_scores(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
+    """float32 `(n, 3)`: log-probability of one token per row of `(n, vocab)` logits, under softmax(logits), the id of
+    the most probable token, and its log-probability."""
+    import torch
+
+    x = logits.float()
+    best, ids = x.max(dim=1)
+    own = x.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(x.device)[:, None])[:, 0]
+    total = x.logsumexp(dim=1)
+    found: np.ndarray = torch.stack((own - total, ids.float(), best - total), dim=1).cpu().numpy()
+    return found
+
+
 def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens with the largest logits of each row, `(n, most)`, and the float64 differences of their logits from the
     sampled token's."""

@@ -198,10 +198,17 @@ class EchoForm(CompletionForm):
 
     def _prompt_report(self, number: int, output: Trajectory) -> dict[str, list[Any]]:
         prompt, given = self.prompts[number], self._given[number]
-        scores = output.prompt_logprobs
-        values = [None, *(map(finite, scores) if scores is not None else [None] * (len(prompt) - 1))]
         names = list(map(self.name, prompt))
-        tops = [None if value is None else {name: value} for name, value in zip(names, values, strict=True)]
+        scores, best = output.prompt_logprobs, output.prompt_best
+        values, tops = list[float | None]([None]), list[dict[str, float] | None]([None])
+        if scores is None or best is None:  # the request was aborted before they were computed
+            values, tops = values * len(prompt), tops * len(prompt)
+        else:
+            most = min(1, self.wanted.logprobs or 0)
+            rows = zip(prompt[1:], scores, best, strict=True)
+            tokens = [Token(token_id, value, (top,)[:most]) for token_id, value, top in rows]
+            values += [finite(token.logprob) for token in tokens]
+            tops += map(self.alternatives, tokens)
         return {
             "tokens": names,
             "token_logprobs": values,

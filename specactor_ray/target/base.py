@@ -126,8 +126,8 @@ class StepResult:
     tops: TopTokens | None = None
     """The most probable tokens at the positions of `tokens`, for requests with `SamplingParams.logprobs`."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row whose prompt this step completed → float32 `(prompt - 1,)`: log-probabilities of its tokens from the second
-    on, for requests with `SamplingParams.prompt_logprobs`."""
+    """Row whose prompt this step completed → `PromptScores.scores`, for requests with
+    `SamplingParams.prompt_logprobs`."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     num_tokens: int = 0

@@ -21,7 +21,7 @@ from specactor_ray.core.types import TopTokens
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
-from specactor_ray.sampling.probable import logprobs_of, most_probable
+from specactor_ray.sampling.probable import logprobs_of, most_probable, prompt_scores
 from specactor_ray.target.admission import Admission
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
@@ -98,7 +98,7 @@ class HfEngine:
             return finish
         self._admission.add(row, [*request.prompt_token_ids, *request.committed_token_ids])
         if request.sampling.prompt_logprobs:
-            self._scores[row] = np.zeros(len(request.prompt_token_ids) - 1, np.float32)
+            self._scores[row] = np.zeros((len(request.prompt_token_ids) - 1, 3), np.float32)
         return None
 
     def remove(self, row: int) -> None:
@@ -225,7 +225,7 @@ class HfEngine:
             row, begin, count = int(plan.rows[i]), int(plan.cached[i]), int(plan.scored[i])
             tokens = self._admission.context[row, begin + 1 : begin + 1 + count]
             part = logits[offsets[i] : offsets[i] + count]
-            self._scores[row][begin : begin + count] = logprobs_of(part, tokens)
+            self._scores[row][begin : begin + count] = prompt_scores(part, tokens)
             if begin + count == len(self._scores[row]):
                 complete[row] = self._scores[row].copy()
         sampled = places(offsets[1:] - plan.sampled, plan.sampled)

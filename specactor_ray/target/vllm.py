@@ -151,7 +151,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             extra_args={KEY: keyed},
-            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+            prompt_logprobs=1 if sampling.prompt_logprobs else None,
         )
         self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
         self._row_of[core_id] = row
@@ -221,8 +221,9 @@ class VllmEngine:
             return _NOTHING
         for one in [one for group in groups.values() for one in group.outputs]:
             if one.new_prompt_logprobs_tensors is not None:
-                scores = one.new_prompt_logprobs_tensors.logprobs[:, 0]
-                self._done.prompt_logprobs[self._row_of[one.request_id]] = scores.numpy()
+                ids, values, *_ = one.new_prompt_logprobs_tensors
+                scores = np.stack((values[:, 0], ids[:, 1], values[:, 1]), axis=1, dtype=np.float32)
+                self._done.prompt_logprobs[self._row_of[one.request_id]] = scores
         return self._done
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
@@ -243,12 +244,16 @@ class VllmEngine:
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         if self.has_work():
             raise InputError("requests are running")
-        sampling, found = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True), np.zeros(0, np.float32)
+        sampling, found = (
+            SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True),
+            np.zeros((0, 3), np.float32),
+        )
         self.add(0, TargetRequest("probe", tuple(token_ids.tolist()), sampling))
         while self.has_work():
             found = self.step().prompt_logprobs.get(0, found)
         self.reset_prefix_cache()
-        return found
+        own: np.ndarray = found[:, 0]
+        return own
 
     def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
         return []  # its own names and layouts

@@ -191,8 +191,9 @@ class PromptScores:
 
     request_id: str
     attempt: int
-    logprobs: np.ndarray
-    """float32 `(prompt - 1,)`: of the prompt's tokens from the second on."""
+    scores: np.ndarray
+    """float32 `(prompt - 1, 3)`: at each position from the second on the log-probability of the prompt's token, the id
+    of the most probable token, and its log-probability."""
 
 
 class FinishedOutput(NamedTuple):

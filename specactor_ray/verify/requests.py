@@ -69,7 +69,7 @@ class Requests:
             return
         self._row_of[request_id] = self._table.open(request)
         if request.sampling.prompt_logprobs and len(request.prompt_token_ids) == 1:
-            self._fresh.append(PromptScores(request_id, attempt, np.zeros(0, np.float32)))
+            self._fresh.append(PromptScores(request_id, attempt, np.zeros((0, 3), np.float32)))
         self._names[row] = (request_id, attempt)
 
     def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:

@@ -87,8 +87,8 @@ class FakeVerifier:
             self.begun.append(attempt)
             self.running[request.request_id] = (request, len(request.committed_token_ids))
             if request.sampling.prompt_logprobs:
-                scores = -np.arange(1.0, len(request.prompt_token_ids), dtype=np.float32)
-                self._events.append(PromptScores(*attempt, scores))
+                own = -np.arange(1.0, len(request.prompt_token_ids), dtype=np.float32)
+                self._events.append(PromptScores(*attempt, np.stack((own, own + 9, own / 2), axis=1)))
 
     def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
         self.cancelled |= set(attempts)

@@ -401,8 +401,12 @@ class ModelConformance(EngineConformance):
                 name, begin = request.request_id, len(request.committed_token_ids)
                 assert found.tokens[name] == truth.tokens[name][begin:]
                 if (values := found.prompt_logprobs.get(name)) is not None:
-                    assert len(values) == len(prompts[name]) - 1
-                    assert values[-len(sampled.tokens[name]) :] == pytest.approx(sampled.logprobs[name], abs=1e-3)
+                    assert values.shape == (len(prompts[name]) - 1, 3)
+                    own, best, most = values.T
+                    assert own[-len(sampled.tokens[name]) :] == pytest.approx(sampled.logprobs[name], abs=1e-3)
+                    is_best = best == prompts[name][1:]
+                    assert (own[is_best] == most[is_best]).all() and (own[~is_best] <= most[~is_best]).all()
+                    assert 0 < is_best.sum() < len(best)
 
     def test_stops(self, engine: Driver) -> None:
         free = answers(engine, requests(8, 1.0, max_tokens=60))

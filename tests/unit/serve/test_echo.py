@@ -13,14 +13,15 @@ PATH = "/v1/completions"
 
 
 class ScoringEngine(ScriptedEngine):
-    """Its prompts have log-probabilities -1, -2, ... if they are requested."""
+    """Its prompts have log-probabilities -1, -2, ... if they are requested; token 20 has half of these."""
 
     def submit(self, prompt: Any, sampling: Any = None, **options: Any) -> Any:
         handle = super().submit(prompt, sampling, **options)
         if sampling.prompt_logprobs:
             scores = tuple(-1.0 - at for at in range(len(prompt) - 1))
+            best = tuple((20, score / 2) for score in scores)  # the id of one of the prompts' tokens
             end = handle.end
-            handle.end = lambda ended: end(replace(ended, prompt_logprobs=scores))
+            handle.end = lambda ended: end(replace(ended, prompt_logprobs=scores, prompt_best=best))
         return handle
 
 
@@ -41,6 +42,19 @@ def test_a_choice_begins_with_its_prompt() -> None:
         for name, place in zip(report["tokens"], report["text_offset"], strict=True):
             assert name.startswith("bytes:") or choice["text"].startswith(name, place)
         assert [place for place in report["text_offset"] if place == 12] == [12] * 4, "four bytes of one character"
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 5])
+def test_the_most_probable_token_is_beside_the_prompts(logprobs: int) -> None:
+    """As lm-eval asks: a continuation is greedy if each of its values is the largest."""
+    body = {"prompt": [[11, 12, 20, 13]], "echo": True, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
+    (choice,) = ask(**body)["choices"]
+    report, name = choice["logprobs"], ScriptedEngine().tokenizer.decode
+    first, *tops = report["top_logprobs"][:4]
+    assert first is None and [next(iter(top)) for top in tops] == [name([12]), name([20]), name([13])]
+    assert [next(iter(top.values())) for top in tops] == report["token_logprobs"][1:4] == [-1.0, -2.0, -3.0]
+    more = [{name([20]): -0.5}, {}, {name([20]): -1.5}] if logprobs else [{}] * 3
+    assert tops == [{name([12]): -1.0} | more[0], {name([20]): -2.0}, {name([13]): -3.0} | more[2]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
