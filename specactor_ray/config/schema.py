@@ -278,7 +278,11 @@ class DataConfig:
     limit: int | None = at_least(1, default=None)
     """Use only the first prompts, up to this number."""
     chat: bool = True
-    """Wrap `prompt` as one user message of the model's chat template, if it has one."""
+    """Wrap `prompt` as one user message of the model's chat template, if it has one. Messages are literal text."""
+    add_special_tokens: bool = True
+    """chat=false: add the tokenizer's BOS to `prompt`, unless it begins with it."""
+    split_special_tokens: bool = False
+    """chat=false: read `prompt` as literal text. By default its control tokens are read: it is rendered on purpose."""
     system_prompt: str | None = None
     """Training: text before every prompt, as a system message."""
     prompt_key: str = "prompt"

@@ -131,6 +131,9 @@ class EnvironmentConfig:
     """Most turns of the model in a sample."""
     turn_tokens: int | None = at_least(1, default=None)
     """Most tokens of one turn. Default: the rest of sampling.max_tokens."""
+    keep_outputs: bool = False
+    """Accept a chat template that changes earlier outputs (drops thoughts, trims): they stay in the context as sampled.
+    Without it such a template is refused."""
     timeout_s: float = positive(30.0)
     """Longest time of one step of an environment, in seconds."""
     workers: int = at_least(1, default=2)

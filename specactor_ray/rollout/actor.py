@@ -44,7 +44,7 @@ class RolloutActor:
         """Yield the tokens of one output as they are committed, those that arrived together as one list. As `generate`;
         a request that cannot run raises a SpecActorError."""
         await self._control.ready()
-        handle = self._rollout.engine.submit(prompt, sampling, **options)
+        handle = await self._rollout.engine.begin(prompt, sampling, **options)
         try:
             async for tokens in handle.batches():
                 yield tokens

@@ -6,10 +6,12 @@ this thread uses the dispatcher and the journal.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids
 from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 
@@ -39,9 +41,16 @@ class Engine:
     Args:
         dispatcher, clock: See `DispatchThread`.
         before_submit: Called in the caller's thread before a request or a stream is submitted.
+        must_wait: Whether `before_submit` takes long now.
     """
 
-    def __init__(self, dispatcher: Dispatcher, clock: Clock, before_submit: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        before_submit: Callable[[], None] = lambda: None,
+        must_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.clock = clock
         self.max_waiting = 4096
         """Most single requests that wait for a verifier."""
@@ -51,10 +60,12 @@ class Engine:
         """Wrap text as a user message if the tokenizer has a chat template."""
         self.sampling = SamplingParams()
         """Sampling parameters of requests without their own."""
-        self._before_submit = before_submit
+        self.text_options: Mapping[str, bool] = {}
+        """Options of `encode_prompt` for plain text."""
+        self.context: int | None = None
+        """Most tokens of prompt and output together; a text that is too long for it is refused unread."""
+        self._before_submit, self._must_wait = before_submit, must_wait
         self._work = DispatchThread(dispatcher, clock)
-        self.encoding = clock.condition()
-        """Held while the tokenizer encodes, since it is not thread-safe."""
         self._lock = clock.condition()
         self.open_streams = 0
         self._arriving = self._numbers = self._streams = 0
@@ -76,7 +87,8 @@ class Engine:
         session: str | None = None,
         priority: int = 0,
     ) -> Handle:
-        """Begin a request; returns at once. For any thread and event loop.
+        """Begin a request; for any thread. Returns at once, except for the time that a text takes to be encoded and
+        verifiers to wake: an event loop awaits `begin`.
 
         Args:
             prompt: Text, chat messages or token ids.
@@ -97,8 +109,7 @@ class Engine:
                 raise InputError(f"{what} must be a text, not {name!r}")
         if not isinstance(priority, int):
             raise InputError(f"priority must be a whole number, not {priority!r}")
-        with self.encoding:
-            token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
+        token_ids = encode_prompt(self.tokenizer, prompt, self.chat, most=self.context, **self.text_options)
         stops = self._stops(sampling)
         self._before_submit()
         with self._lock:
@@ -122,9 +133,30 @@ class Engine:
         sampling.check()  # not checked yet if it comes from another process
         return StopFinder(self.tokenizer, sampling)
 
+    async def begin(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Handle:
+        """`submit`, in another thread if it may take long; the request is aborted if this is cancelled."""
+        submit = partial(self.submit, prompt, sampling, **options)
+        if is_token_ids(prompt) and not self._must_wait():
+            return submit()
+        begun, left = list[Handle](), threading.Event()
+
+        def begin() -> Handle:
+            begun.append(submit())
+            if left.is_set():
+                self.drop(begun[0])
+            return begun[0]
+
+        try:
+            return await asyncio.to_thread(begin)
+        except asyncio.CancelledError:
+            left.set()
+            for handle in begun:
+                self.drop(handle)
+            raise
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
         """Submit a request and await its output; it is aborted if this is cancelled. Arguments as in `submit`."""
-        handle = self.submit(prompt, sampling, **options)
+        handle = await self.begin(prompt, sampling, **options)
         try:
             return await handle
         finally:
@@ -149,8 +181,9 @@ class Engine:
         """Output of a request that has ended; `ended` is the result of its handle's future."""
         return trajectory_of(ended, self.tokenizer)
 
-    def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
-        """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new.
+    def run(self, entries: Sequence[JournalEntry], stream: int) -> Generator[JournalEntry, None, None]:
+        """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new,
+        and `stream` the number of an open stream.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
@@ -164,26 +197,25 @@ class Engine:
             ready.set()
 
         self._before_submit()
-        with self.opening_stream() as stream:
-            for entry in entries:
-                entry.stream, entry.stops = stream, self._stops(entry.sampling)
-            self._work.put(partial(self._work.admit, entries, put))
-            left = dict.fromkeys(entry.request_id for entry in entries)  # in order: faults replay exactly
-            try:
-                while left:
-                    ready.clear()
-                    if not ended:
-                        ready.wait()
-                    while ended:
-                        one = ended.popleft()
-                        if isinstance(one, BaseException):
-                            left.clear()
-                            raise one
-                        left.pop(one.request_id, None)
-                        yield one
-            finally:
-                if left and not self.closed:
-                    self._work.put(partial(self._work.abort, list(left)))
+        for entry in entries:
+            entry.stream, entry.stops = stream, self._stops(entry.sampling)
+        self._work.put(partial(self._work.admit, entries, put))
+        left = dict.fromkeys(entry.request_id for entry in entries)  # in order: faults replay exactly
+        try:
+            while left:
+                ready.clear()
+                if not ended:
+                    ready.wait()
+                while ended:
+                    one = ended.popleft()
+                    if isinstance(one, BaseException):
+                        left.clear()
+                        raise one
+                    left.pop(one.request_id, None)
+                    yield one
+        finally:
+            if left and not self.closed:
+                self._work.put(partial(self._work.abort, list(left)))
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[int]:

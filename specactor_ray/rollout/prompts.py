@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.load import find_file
+from specactor_ray.config.schema import DataConfig
 from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import parse_json
-from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.rollout.literal import Rendered, control_tokens, render, texts_of, tokenize
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
@@ -24,7 +28,7 @@ Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in prompts."""
 _OUTPUT = "0utput"
 """Placeholder for an output in renderings of the template."""
-_OPENING: Sequence[Message] = ({"role": "user", "content": "Question"}, {"role": "assistant", "content": _OUTPUT})
+_OPENING: Sequence[Message] = ({"role": "user", "content": "Question"},)
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
@@ -143,13 +147,24 @@ def _plain_content(content: Any, number: int) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    chat: bool,
+    *,
+    add_special_tokens: bool = True,
+    split_special_tokens: bool = False,
+    most: int | None = None,
+) -> tuple[int, ...]:
     """Token ids of a prompt; InputError if it is empty or malformed, or there is no tokenizer or chat template for it.
 
     Args:
         tokenizer: A transformers tokenizer, or None when only token ids are used.
-        prompt: Text, chat messages or token ids.
+        prompt: Text, chat messages or token ids. Contents of messages are literal text.
         chat: Wrap text as one user message if the tokenizer has a chat template.
+        add_special_tokens: Add the tokenizer's BOS to plain text, unless the text begins with it.
+        split_special_tokens: Read plain text literally, too; otherwise its control tokens are read as such.
+        most: Size of the context in tokens; a text that is too long for it is refused before it is tokenized.
     """
     if not isinstance(prompt, str | list | tuple):
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
@@ -158,17 +173,27 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     if isinstance(prompt, str):
         messages = _checked_messages([{"role": "user", "content": prompt}])
         if tokenizer is not None and not (chat and tokenizer.chat_template):
-            return _not_empty(_tokenize(tokenizer, prompt))
-        return encode_chat(tokenizer, messages)
-    return encode_chat(tokenizer, prompt)
+            refuse_long(tokenizer, [prompt], most)
+            options = {"add_special_tokens": add_special_tokens, "literal": split_special_tokens}
+            return _not_empty(_tokenize(tokenizer, Rendered(prompt), **options))
+        return encode_chat(tokenizer, messages, most=most)
+    return encode_chat(tokenizer, prompt, most=most)
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tuple[int, ...]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    add_special_tokens: bool = False,
+    most: int | None = None,
+    **template: Any,
+) -> tuple[int, ...]:
     """Token ids of chat messages; InputError if one is malformed, or there is no chat template, or it refuses them.
 
     Args:
         tokenizer: A transformers tokenizer.
         messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
+        add_special_tokens, most: As in `encode_prompt`.
         template: More arguments of `apply_chat_template`, such as `tools`.
     """
     plain = _checked_messages([{**one, "content": ""} if _only_calls(one) else one for one in messages])
@@ -181,29 +206,40 @@ def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tup
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
             "text or token ids"
         )
-    return _not_empty(_apply_template(tokenizer, plain, **template))
+    refuse_long(tokenizer, texts_of((plain, template)), most)
+    return _not_empty(_tokenize(tokenizer, render(tokenizer, plain, **template), add_special_tokens=add_special_tokens))
+
+
+def refuse_long(tokenizer: Any, texts: Iterable[str], most: int | None) -> None:
+    """Raises InputError for texts that have more characters together than a context of `most` tokens can hold."""
+    if most is None:
+        return
+    size, longest = sum(map(len, texts)), control_tokens(tokenizer).longest
+    if size > most * longest:
+        raise InputError(
+            f"the prompt has {size} characters, and a context of {most} tokens holds at most {most * longest} "
+            f"(the longest token has {longest})"
+        )
 
 
 def _only_calls(message: Any) -> bool:
     return isinstance(message, dict) and bool(message.get("tool_calls")) and message.get("content") is None
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[Encoded]:
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool, **options: Any) -> list[Encoded]:
     """`encode_prompt` for each prompt; a prompt that cannot be encoded has the reason in place of token ids."""
     encoded: list[Encoded] = []
     for prompt in prompts:
         try:
-            encoded.append((encode_prompt(tokenizer, prompt, chat), ""))
+            encoded.append((encode_prompt(tokenizer, prompt, chat, **options), ""))
         except InputError as error:
             encoded.append(((), str(error)))
     return encoded
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
-    """Chat messages as text, formatted by the model's template; errors as in `encode_chat`."""
-    plain = _checked_messages(messages)
-    text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
-    return text
+def text_options(data: DataConfig) -> dict[str, bool]:
+    """Options of `encode_prompt` for plain text."""
+    return {"add_special_tokens": data.add_special_tokens, "split_special_tokens": data.split_special_tokens}
 
 
 def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
@@ -224,20 +260,13 @@ def _checked_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return plain
 
 
-def _tokenize(tokenizer: Any, prompt: str) -> Any:
+def _tokenize(tokenizer: Any, rendered: Rendered, **options: Any) -> list[int]:
     try:
-        return tokenizer(prompt, verbose=False)["input_ids"]  # a prompt beyond the context has its own error
+        return tokenize(tokenizer, rendered, **options)
+    except InputError:
+        raise
     except Exception as error:  # for example half a surrogate pair, with any exception type
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
-
-
-def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> Any:
-    template = {"add_generation_prompt": True, "return_dict": False, **template}
-    try:
-        with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
-            return tokenizer.apply_chat_template(messages, **template)
-    except Exception as error:  # templates are code of the checkpoint and raise any exception
-        raise InputError(f"the model's chat template refuses these messages: {error}") from error
 
 
 class ChatTurns:
@@ -245,38 +274,100 @@ class ChatTurns:
 
     In a conversation token by token the next prompt is all tokens so far, then these. An output is not tokenized again:
     its text may have other tokens than the sampled ones, and then neither log-probabilities nor the verifier's cache
-    would fit.
+    would fit. The template must therefore write outputs as they are, thoughts and white space too, in every later turn.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        keep_outputs: Accept a template that changes outputs: they stay in the context as sampled, and what follows them
+            is the text that the template writes behind a short output.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, keep_outputs: bool = False) -> None:
+        self._tokenizer, self._keeps = tokenizer, keep_outputs
+        self._now = datetime.now()
+        """Time of the conversation, for templates that write it."""
         if tokenizer is None or not tokenizer.chat_template:
             raise InputError("a conversation needs a chat template, and the model's tokenizer has none")
-        self._before = render_messages(tokenizer, _OPENING, False)
-        self._end = self._before.rfind(_OUTPUT) + len(_OUTPUT)
-        begin = render_messages(tokenizer, _OPENING[:1], True)
-        if self._before[: self._end] != begin + _OUTPUT:
-            raise InputError(
-                "the model's chat template writes an output elsewhere than behind its generation prompt, so that a "
-                "conversation cannot be continued token by token: it ends the prompt with "
-                f"{begin[-40:]!r} and writes {self._before[-80:]!r}. Fix: a template that appends"
-            )
+        self._outputs = (_OUTPUT,) if keep_outputs else _outputs_to_try(str(tokenizer.chat_template))
+        self._accepted = set[tuple[str, ...]]()
+        """Roles of appended messages with which the template keeps every output."""
+        end = self._render(_opening(_OUTPUT), False).text.partition(_OUTPUT)[2]
+        for output in self._outputs:
+            begin = self._render(_OPENING, True).text
+            written = self._render(_opening(output), False).text
+            if not keep_outputs and written != begin + output + end:
+                raise InputError(
+                    "the model's chat template changes an output, or writes an output elsewhere than behind its "
+                    "generation prompt"
+                    f"{_difference(begin + output + end, written)}"
+                )
+
+    def now(self) -> ChatTurns:
+        """The same for a conversation that begins now."""
+        turns = copy(self)
+        turns._now = datetime.now()
+        return turns
+
+    def begin(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of the first prompt."""
+        return encode_chat(self._tokenizer, messages, strftime_now=self._now.strftime)
 
     def between(self, messages: Sequence[Message], output: Sequence[int]) -> tuple[int, ...]:
         """Token ids from the end of an output to the beginning of the next one, with these messages between them. If
         the output ends with the template's end-of-turn token, that is not repeated. An InputError if the template
         refuses the messages, or changes the earlier text when they are appended."""
-        whole = render_messages(self._tokenizer, (*_OPENING, *messages), True)
-        if not whole.startswith(self._before):
-            raise InputError(
-                "the model's chat template changes earlier messages when it appends "
-                f"{' and '.join(sorted({str(message['role']) for message in messages}))} messages, so that a "
-                f"conversation cannot be continued token by token: {self._before[-80:]!r} becomes "
-                f"{whole[: len(self._before)][-80:]!r}. Fix: messages of another role, or a template that appends"
-            )
-        ids = self._tokenizer(whole[self._end :], add_special_tokens=False, verbose=False)["input_ids"]
+        roles = tuple(str(message["role"]) for message in messages)
+        whole = self._after(_OUTPUT, messages, roles)
+        if roles not in self._accepted:
+            for other in self._outputs:
+                self._after(other, messages, roles)
+            self._accepted.add(roles)
+        ids = _tokenize(self._tokenizer, whole)
         if output and output[-1] in ids:
             at = ids.index(output[-1])
             if not self._tokenizer.decode(ids[:at]).strip() and output[-1] in self._tokenizer.all_special_ids:
                 ids = ids[at + 1 :]
         return tuple(ids)
+
+    def _after(self, output: str, messages: Sequence[Message], roles: Sequence[str]) -> Rendered:
+        """What the template writes behind an output that these messages follow."""
+        whole = self._render((*_opening(output), *_checked_messages(messages)), True)
+        if self._keeps and output in whole.text:
+            return whole[whole.text.index(output) + len(output) :]
+        begin = self._render(_OPENING, True).text + output
+        before = self._render(_opening(output), False).text
+        if not before.startswith(begin) or not whole.text.startswith(before):
+            raise InputError(
+                "the model's chat template changes earlier messages when it appends "
+                f"{' and '.join(sorted(set(roles)))} messages{_difference(before, whole.text)}"
+            )
+        return whole[len(begin) :]
+
+    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendered:
+        return render(
+            self._tokenizer, messages, add_generation_prompt=generation_prompt, strftime_now=self._now.strftime
+        )
+
+
+def _opening(output: str) -> Sequence[Message]:
+    return (*_OPENING, {"role": "assistant", "content": output})
+
+
+def _outputs_to_try(template: str) -> Sequence[str]:
+    """Outputs that templates are known to change, and one with each text of this template's source."""
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}\n</tool_call>'
+    thought = f"<think>\nA thought.\n</think>\n\n{_OUTPUT}"
+    quoted = (text for pair in re.findall(r"'([^'\\\n]+)'|\"([^\"\\\n]+)\"", template) for text in pair if text)
+    return tuple(dict.fromkeys([_OUTPUT, thought, f" \n{_OUTPUT}\n ", "", call, *(f"a {one} b" for one in quoted)]))
+
+
+def _difference(expected: str, found: str) -> str:
+    """End of an error: both texts from where they begin to differ."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False))
+    at = sum(1 for _ in same)
+    begin = max(0, at - 20)
+    return (
+        ", so that a conversation cannot be continued token by token: "
+        f"{expected[begin : at + 60]!r} becomes {found[begin : at + 60]!r}. Fix: a template that appends, or "
+        "environment.keep_outputs=true, with which outputs stay in the context as sampled"
+    )

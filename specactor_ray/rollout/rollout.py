@@ -28,8 +28,8 @@ from specactor_ray.models.loading import locate_model
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.preflight import prepare
-from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
+from specactor_ray.rollout.preflight import context_tokens, load_target_config, prepare
+from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, text_options
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
@@ -73,7 +73,8 @@ class Rollout(RunClient):
                 controller, self.run_name = start_controller(config)
                 super().__init__(config, controller, Calls())
                 self.engine.tokenizer, self.engine.chat = self._tokenizer, config.data.chat
-                self.engine.sampling = config.sampling
+                self.engine.sampling, self.engine.text_options = config.sampling, text_options(config.data)
+                self.engine.context = context_tokens(config, load_target_config(config).get_text_config())
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     logger.warning("%s: ending what has started, some seconds", interruption(error))
@@ -168,8 +169,8 @@ class Rollout(RunClient):
     ) -> Iterator[Trajectory]:
         with self.engine.opening_stream() as number:
             if encoded is None:
-                with self.engine.encoding:
-                    encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
+                options = {**self.engine.text_options, "most": self.engine.context}
+                encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat, **options)
             entries = []
             for entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
                 if reason:
@@ -178,7 +179,7 @@ class Rollout(RunClient):
                 else:
                     entries.append(entry)
             self.progress = (0, len(entries))
-            for done, entry in enumerate(self.run(entries), start=1):
+            for done, entry in enumerate(self.engine.run(entries, number), start=1):
                 self.progress = (done, len(entries))
                 yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]])
 

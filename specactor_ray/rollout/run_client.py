@@ -55,7 +55,7 @@ class RunClient:
             no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
             shares_outputs=any(traits(one.method).keeps_history for one in inline_drafters(config)),
         )
-        self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
+        self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep, lambda: self._asleep)
         """Engine for single requests, at any time and from any thread."""
         self._asleep = False
         """Whether verifiers received `sleep`."""
@@ -71,7 +71,8 @@ class RunClient:
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
-        yield from self.engine.run(entries)
+        with self.engine.opening_stream() as number:
+            yield from self.engine.run(entries, number)
 
     def put_weights(self, buckets: Iterable[WeightBucket], layout: WeightLayout) -> WeightSet:
         """Put the next version of the policy's weights into the object store."""

@@ -25,7 +25,7 @@ from specactor_ray.core.signals import ignore_signals, interruption, signals_def
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.preflight import identity_of, max_prompt_tokens, refuse_early, start_notes
-from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
+from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts, text_options
 from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
@@ -123,7 +123,7 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
 def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
     """The prompts as token ids. Those that cannot be encoded fail alone, at their turn."""
     load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
-    return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat)
+    return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat, **text_options(config.data))
 
 
 def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:

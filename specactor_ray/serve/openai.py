@@ -21,6 +21,7 @@ from specactor_ray.serve.requests import (
     SamplingBody,
     TemplateBody,
     Text,
+    TextBody,
     TokenId,
 )
 from specactor_ray.serve.service import Service, Serving
@@ -31,7 +32,7 @@ _CHOOSABLE = ("add_generation_prompt", "continue_final_message")
 router = APIRouter(route_class=JsonRoute)
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, TextBody):
     """Body of `/v1/completions`."""
 
     prompt: Any
@@ -55,7 +56,6 @@ class TokenizeBody(TemplateBody):
 
     model: Text = None
     prompt: str | None = None
-    add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(JsonObject):
@@ -101,9 +101,10 @@ async def tokenize(service: Serving, body: TokenizeBody) -> dict[str, Any]:
     service.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal("send either prompt or messages")
-    if body.add_special_tokens is False and body.prompt is not None:
-        raise Refusal("add_special_tokens must be true", param="add_special_tokens")
-    tokens = await (_encoded(service, body) if body.prompt is None else service.encode(body.prompt))
+    if body.prompt is None:
+        tokens = await _encoded(service, body)
+    else:
+        tokens = (await service.prompts(body.prompt, "prompt", **body.text_options()))[0]
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
 
 
@@ -119,8 +120,8 @@ async def detokenize(service: Serving, body: DetokenizeBody) -> dict[str, str]:
 async def completions(service: Serving, body: CompletionBody, request: Request) -> Response:
     """Outputs of one or several prompts: plain text, without a chat template, or token ids."""
     service.require_model(body.model)
-    given = body.given()
-    prompts = await service.prompts(given.pop("prompt"), "prompt")
+    given = {name: value for name, value in body.given().items() if name not in TextBody.model_fields}
+    prompts = await service.prompts(given.pop("prompt"), "prompt", **body.text_options())
     nothing = bool(given.pop("echo", False)) and body.max_tokens == 0
     if nothing:
         given["max_tokens"] = 1
@@ -161,6 +162,8 @@ async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> R
 
 async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
     """Token ids of the messages, in the model's chat template."""
+    if body.split_special_tokens is False:
+        raise Refusal("messages are literal text: split_special_tokens must be true", param="split_special_tokens")
     more = dict(body.chat_template_kwargs or {})
     arguments = {*signature(encode_chat).parameters, *signature(service.tokenizer.apply_chat_template).parameters}
     if reserved := [name for name in more if name in arguments.difference(_CHOOSABLE)]:
@@ -170,7 +173,8 @@ async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
     if body.tools:
         more["tools"] = body.tools
     messages = [_with_parsed_arguments(one) for one in body.messages or ()]
-    return await service.encoded(partial(encode_chat, service.tokenizer, messages, **more), "messages")
+    options = {"add_special_tokens": bool(body.add_special_tokens), "most": service.context}
+    return await service.encoded(partial(encode_chat, service.tokenizer, messages, **options, **more), "messages")
 
 
 def _with_parsed_arguments(message: Any) -> Any:

@@ -230,7 +230,20 @@ class SamplingBody(RequestBody):
     session: Text = None
 
 
-class TemplateBody(JsonObject):
+class TextBody(JsonObject):
+    """How text becomes token ids, in vLLM's terms."""
+
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's BOS, unless the text begins with it. Default: true for plain text, false for messages."""
+    split_special_tokens: bool | None = None
+    """Read control tokens in plain text as text. Default: false; messages are always read so."""
+
+    def text_options(self) -> dict[str, bool | None]:
+        """Options of `encode_prompt`."""
+        return {"add_special_tokens": self.add_special_tokens, "split_special_tokens": self.split_special_tokens}
+
+
+class TemplateBody(TextBody):
     """Chat messages, and arguments of the chat template."""
 
     messages: Messages | None = None

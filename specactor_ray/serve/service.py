@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from specactor_ray.actors.specs import ClusterView
     from specactor_ray.rollout.rollout import Rollout
 
+Encoded = TypeVar("Encoded")
 _SEEDS = 2**63
 """Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
 _LONG_TEXT = 4096
@@ -116,11 +116,9 @@ class Service:
 
     def __init__(self, rollout: Rollout, model: str, limits: Limits | None = None) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
-        self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
-        """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
+        self.tokenizer = rollout.engine.tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
         """Names and bytes of token ids."""
-        self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         text = load_target_config(rollout.config).get_text_config()
         self.context, self.num_ids = context_tokens(rollout.config, text), text.vocab_size
@@ -146,8 +144,9 @@ class Service:
         if name is not None and name != self.model:
             raise Refusal(f"the model {name[:200]!r} is not served here; {self.model!r} is", 404, "model")
 
-    async def prompts(self, given: Any, field: str) -> list[tuple[int, ...]]:
-        """The prompts of a request, text or token ids or a list of either, as token ids."""
+    async def prompts(self, given: Any, field: str, **options: bool | None) -> list[tuple[int, ...]]:
+        """The prompts of a request, text or token ids or a list of either, as token ids. `options` are those of
+        `encode_prompt` that the request sets."""
         each = given if isinstance(given, list) and not is_token_ids(given) else [given]
         if len(each) > MOST_CHOICES:
             raise Refusal(f"the request has {len(each)} prompts; at most {MOST_CHOICES} are allowed", param=field)
@@ -155,17 +154,15 @@ class Service:
             is_ids = isinstance(one, list) and set(map(type, one)) <= {int}
             if not (isinstance(one, str) or is_ids) or not one:
                 raise Refusal(f"{field} must be text, token ids, or a list of these, none empty", param=field)
-        return [tuple(one) if isinstance(one, list) else await self.encode(one, field) for one in each]
+        known: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        encode = partial(encode_prompt, self.tokenizer, chat=False, most=self.context, **known)
+        is_long = sum(len(one) for one in each if isinstance(one, str)) > _LONG_TEXT
+        return await self.encoded(lambda: list(map(encode, each)), field, is_long)
 
-    async def encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
-        """Token ids of text. Raises as `encoded`."""
-        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field, len(text) > _LONG_TEXT)
-
-    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
-        """Result of a tokenizer call, one call at a time; in another thread if it may take long."""
+    async def encoded(self, encode: Callable[[], Encoded], field: str, is_long: bool = True) -> Encoded:
+        """Result of a tokenizer call; in another thread if it may take long."""
         try:
-            async with self._encoding:
-                return await asyncio.to_thread(encode) if is_long else encode()
+            return await asyncio.to_thread(encode) if is_long else encode()
         except SpecActorError as error:
             raise Refusal(str(error), param=field) from None
 

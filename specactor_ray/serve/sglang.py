@@ -20,6 +20,7 @@ from specactor_ray.serve.requests import (
     Label,
     Refusal,
     Text,
+    TextBody,
     TokenId,
     Wanted,
 )
@@ -46,7 +47,7 @@ router = APIRouter(route_class=JsonRoute)
 # ---- generation ----
 
 
-class SglangGenerateBody(JsonObject):
+class SglangGenerateBody(TextBody):
     """Body of `/generate`."""
 
     text: str | None = None
@@ -65,7 +66,7 @@ async def generate(service: Serving, body: SglangGenerateBody, request: Request)
     if body.return_logprob and body.logprob_start_len not in (None, -1):
         raise Refusal("logprob_start_len must be -1: prompts get no log-probabilities", param="logprob_start_len")
     if body.text is not None and body.input_ids is None:
-        prompt = await service.encode(body.text, "text")
+        prompt = (await service.prompts(body.text, "text", **body.text_options()))[0]
     elif body.text is None and body.input_ids is not None:
         prompt = tuple(body.input_ids)
     else:

@@ -20,7 +20,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.engine import Engine
-from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
+from specactor_ray.rollout.prompts import ChatTurns
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
@@ -119,7 +119,7 @@ class Conversations(WorkerPool):
         assert section.name is not None
         self._closes = getattr(find_environment(section.name), "close", None) is not Environment.close
         self._config, self._tokenizer, self._context = section, tokenizer, context
-        self._turns = ChatTurns(tokenizer)
+        self._turns = ChatTurns(tokenizer, section.keep_outputs)
 
     def run(self, rollout: Any, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
         """`n` episodes of each task, ordered by task and sample; failures of an environment are in them. `rollout` is a
@@ -161,7 +161,8 @@ class Conversations(WorkerPool):
         state = None
         try:
             state, messages = await self._ask(episode, "reset", episode.task, episode.sampling.seed)
-            episode.prompt = encode_prompt(self._tokenizer, messages, chat=True)
+            turns = self._turns.now()
+            episode.prompt = turns.begin(messages)
             for number in range(self._config.max_turns):
                 turn = await self._turn(engine, episode, number)
                 if turn.error or turn.finish_reason == "abort":
@@ -175,7 +176,7 @@ class Conversations(WorkerPool):
                 episode.finish_reason = turn.finish_reason if reply.done else "length"
                 if reply.done or is_last:
                     break
-                between = self._turns.between(reply.messages, turn.token_ids)
+                between = turns.between(reply.messages, turn.token_ids)
                 if len(episode.prompt) + len(episode.output) + len(between) >= self._context:
                     break
                 episode.add_context(between)

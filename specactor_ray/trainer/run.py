@@ -25,7 +25,7 @@ from specactor_ray.models.cache_size import available_bytes, count_parameters, i
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
-from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
+from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text_options
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
@@ -159,10 +159,10 @@ def checked_tasks(config: Config) -> TaskStream:
     limit = max_prompt_tokens(config)
     if config.environment.name is not None:
         role = getattr(make_environment(config.environment), "role", Environment.role)
-        ChatTurns(tokenizer).between([{"role": role, "content": "Answer"}], ())
+        ChatTurns(tokenizer, config.environment.keep_outputs).between([{"role": role, "content": "Answer"}], ())
 
     def count_tokens(prompt: Prompt) -> int:
-        return len(encode_prompt(tokenizer, prompt, data.chat))
+        return len(encode_prompt(tokenizer, prompt, data.chat, **text_options(data)))
 
     stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
     stream.take(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +46,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script = counting, part: int = 3, max_waiting: int = 10**6) -> None:
         self.clock, self.tokenizer = SYSTEM, tokenizer()
-        self.encoding, self.sampling, self.chat = threading.Condition(), SamplingParams(max_tokens=16, seed=5), True
+        self.sampling, self.chat = SamplingParams(max_tokens=16, seed=5), True
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
         self.open: dict[Handle, None] = {}
