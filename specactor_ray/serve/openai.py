@@ -173,7 +173,7 @@ async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
     if body.tools:
         more["tools"] = body.tools
     messages = [_with_parsed_arguments(one) for one in body.messages or ()]
-    options = {"add_special_tokens": bool(body.add_special_tokens), "most": service.context}
+    options: dict[str, Any] = {"add_special_tokens": bool(body.add_special_tokens), "most": service.context}
     return await service.encoded(partial(encode_chat, service.tokenizer, messages, **options, **more), "messages")
 
 

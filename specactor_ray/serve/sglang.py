@@ -15,7 +15,6 @@ from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
 from specactor_ray.serve.requests import (
     Directory,
     Integer,
-    JsonObject,
     JsonRoute,
     Label,
     Refusal,
