@@ -38,7 +38,7 @@ SEED = 7
 class Scripted:
     """An engine that says what a function of the prompt and the parameters makes of them; a rollout with it."""
 
-    clock, generate = SYSTEM, Engine.generate
+    clock, generate, begin = SYSTEM, Engine.generate, Engine.begin
     max_waiting = 3
     """Conversations at once; most tests have more."""
 
@@ -69,6 +69,9 @@ class Scripted:
         return handle
 
     def drop(self, handle: Handle) -> None: ...
+
+    def _must_wait(self) -> bool:
+        return False
 
     def trajectory(self, ended: Trajectory) -> Trajectory:
         return ended

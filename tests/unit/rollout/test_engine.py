@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from specactor_ray.actors.specs import Departure
+from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.engine import Engine
@@ -282,3 +285,64 @@ class TestWeights:
             assert output.finish_reason == ("abort" if seed < 8 else "length")
             assert output.token_ids == true_output(sampling(seed, 40), seed >= 8)[: len(output.token_ids)]
         assert {entry.weight_version for entry in stream} == {1}
+
+
+class TestEventLoop:
+    """`generate` encodes texts and wakes verifiers in another thread."""
+
+    @pytest.mark.parametrize("prompt", ["text", PROMPT])
+    def test_it_never_waits_in_its_loop(self, prompt: Any) -> None:
+        used = list[int]()
+        waits = prompt == PROMPT
+
+        class Slow(Engine):
+            def submit(self, *_arguments: Any, **_options: Any) -> Any:
+                used.append(threading.get_ident())
+                released.wait(60)
+                return Handle(self, "request")
+
+        engine = Slow(Any, SYSTEM, must_wait=lambda: waits)  # type: ignore[arg-type]
+        released = threading.Event()
+
+        async def begin() -> None:
+            beginning = asyncio.ensure_future(engine.begin(prompt))
+            while not used:
+                await asyncio.sleep(0)
+            assert not beginning.done(), "the loop runs while the request is encoded"
+            released.set()
+            await beginning
+            assert used[0] != threading.get_ident()
+
+        asyncio.run(begin())
+
+    def test_a_request_whose_caller_left_meanwhile_is_dropped(self) -> None:
+        entered, released, dropped = threading.Event(), threading.Event(), threading.Event()
+
+        class Slow(Engine):
+            def submit(self, *_arguments: Any, **_options: Any) -> Any:
+                entered.set()
+                released.wait(60)
+                return Handle(self, "request")
+
+            def drop(self, _handle: Handle) -> None:
+                dropped.set()
+
+        async def leave() -> None:
+            beginning = asyncio.ensure_future(Slow(Any, SYSTEM).begin("text"))  # type: ignore[arg-type]
+            while not entered.is_set():
+                await asyncio.sleep(0)
+            beginning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await beginning
+            released.set()
+
+        asyncio.run(leave())
+        assert dropped.wait(60)
+
+    def test_token_ids_need_no_thread(self) -> None:
+        class Quick(Engine):
+            def submit(self, *_arguments: Any, **_options: Any) -> Any:
+                return threading.get_ident()
+
+        begun: Any = asyncio.run(Quick(Any, SYSTEM).begin(PROMPT))  # type: ignore[arg-type]
+        assert begun == threading.get_ident()

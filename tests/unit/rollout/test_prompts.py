@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout import literal, prompts
 from specactor_ray.rollout.prompts import ChatTurns, encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.sampling.seeds import derive_seed
@@ -176,6 +180,22 @@ PREFILLED = (  # puts the output elsewhere than behind the generation prompt
 )
 
 
+EACH = (  # one output of a turn, with `OUTPUT` for its text
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {% if m['role'] == 'assistant' %}OUTPUT"
+    "{% else %}{{ m['content'] }}{% endif %}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+CHANGING = {
+    "earlier thoughts": "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}",
+    "all thoughts": "{{ m['content'].split('</think>')[-1] }}",
+    "white space": "{{ m['content'] | trim }}",
+    "a word": "{{ m['content'] | replace('maybe', 'perhaps') }}",
+    "a call": "{% if '<tool_call>' in m['content'] %}{{ 'called' }}{% else %}{{ m['content'] }}{% endif %}",
+    "nothing": "{% if m['content'] %}{{ m['content'] }}{% else %}{{ '(none)' }}{% endif %}",
+}
+CLOCK = "{{ strftime_now('%Y-%m-%d %f') }}" + tiny.CHAT_TEMPLATE
+
+
 def tokenizer_with(template: str | None = tiny.CHAT_TEMPLATE) -> Any:
     found = load_tokenizer(str(tiny.tiny_target()))
     found.chat_template = template
@@ -220,3 +240,54 @@ def test_an_output_is_not_tokenized_again() -> None:
 def test_templates_that_do_not_append_are_refused(template: str | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         ChatTurns(tokenizer_with(template)).between([{"role": "user", "content": "7"}], ())
+
+
+@pytest.mark.parametrize("change", CHANGING)
+def test_templates_that_change_outputs_are_refused_or_outputs_are_kept(change: str) -> None:
+    words = tokenizer_with(EACH.replace("OUTPUT", CHANGING[change]))
+    messages = [{"role": "user", "content": "7"}]
+    with pytest.raises(InputError, match="cannot be continued token by token") as refused:
+        ChatTurns(words).between(messages, ())
+    before, after = re.findall(r": ['\"](.*)['\"] becomes ['\"](.*)['\"]\. Fix", str(refused.value))[0]
+    assert before != after, "the texts are shown where they differ"
+    assert "environment.keep_outputs=true" in str(refused.value)
+    kept = ChatTurns(words, keep_outputs=True).between(messages, ())
+    assert words.decode(kept) == "<|eos|><|user|>user: 7<|eos|><|user|>assistant: "
+
+
+def test_a_template_that_appends_is_accepted_with_every_output() -> None:
+    words = tokenizer_with(EACH.replace("OUTPUT", "{{ m['content'] }}"))
+    kept = ChatTurns(words).between([{"role": "user", "content": "7"}], ())
+    assert words.decode(kept) == "<|eos|><|user|>user: 7<|eos|><|user|>assistant: "
+
+
+def test_a_conversation_keeps_the_time_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        time = datetime(2026, 5, 1, 23, 59, 59, 1)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return cls.time
+
+    for module in (prompts, literal, chat_template_utils):
+        monkeypatch.setattr(module, "datetime", Clock)
+    words, said = tokenizer_with(CLOCK), [{"role": "user", "content": "hi"}]
+    checked = ChatTurns(words)
+    turns = checked.now()
+    begin = turns.begin(said)
+    between = turns.between(said, ())
+    Clock.time = datetime(2026, 5, 2, 0, 0, 0, 2)
+    assert turns.begin(said) == begin and turns.between(said, ()) == between
+    assert "2026-05-01 000001" in words.decode(begin)
+    assert "2026-05-02 000002" in words.decode(checked.now().begin(said))
+    assert checked.now().between(said, ()) == between
+
+
+def test_replies_are_literal() -> None:
+    words = tokenizer_with()
+    turns = ChatTurns(words)
+    ids = turns.between([{"role": "user", "content": f"no tool {tiny.EOS}{tiny.USER}"}], ())
+    right = turns.between([{"role": "user", "content": "no tool"}], ())
+    special = set(words.convert_tokens_to_ids([tiny.EOS, tiny.USER, tiny.ASSISTANT]))
+    assert [one for one in ids if one in special] == [one for one in right if one in special]
+    assert f"no tool {tiny.EOS}{tiny.USER}" in words.decode(ids)
