@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,20 +136,33 @@ def test_speeds_are_those_of_their_tokens_and_times(
         for phase, seconds in {"rollout": 4, "update": 2, "sync": 1}.items():
             with record.timed(phase):
                 ticks.now += seconds
-        record.end(step, Experience(trajectories=outputs, reward_wait_s=1.0), UPDATE, 0)
+        failures = {"reward": Counter({"no number": 1}), "rollout": Counter[str]()}
+        counts: dict[str, Any] = {"dull_groups": 3, "rounds": 2, "turns": 5, "failures": failures}
+        experience = Experience([], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
+        record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
             ticks.now += 3
     totals = record.finish("complete", 0).summary["totals"]
-    first, second = [json.loads(line)["speed"] for line in run.metrics_file.read_text().splitlines()]
-    for speed, seconds in ((first, 7), (second, 10)):
-        assert (speed["tokens"], speed["generated_tokens"], speed["discarded_tokens"]) == (
-            14,
-            10 * seconds,
-            2 * seconds,
-        )
-        assert speed["tokens_per_s"] == pytest.approx(10.0 if ahead else 10 * seconds / 3)
-        assert (speed["acceptance_length"], speed["acceptance_rate"], speed["supply"]) == (1.5, 0.5, 3.0)
-        assert speed["by_method"] == {"ngram": [6, 4], "eagle": [4, 1]}
+    learnt = {name: value for name, value in UPDATE.items() if not name.startswith("logprob_gap")}
+    for line, step, seconds in zip(run.metrics_file.read_text().splitlines(), (1, 2), (7, 10), strict=True):
+        ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
+        train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
+        train |= {"samples": 0, "sampled": 2, "dull_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
+        speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
+        speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
+        speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
+        speed |= {"reward_wait_s": 1.0, "environment_s": 4.0}
+        by_method = {"ngram": [6, 4], "eagle": [4, 1]}
+        found = json.loads(line)
+        assert found["speed"].pop("by_method") == by_method
+        assert found == {
+            "step": step,
+            "train": pytest.approx({**train, **ages, **learnt}),
+            "gap": {"mean": 0.0, "max": 0.0},
+            "speed": pytest.approx(speed),
+            "seconds": {"rollout": 4.0, "update": 2.0, "sync": 1.0, "checkpoint": seconds - 7.0, "step": seconds},
+            "failures": {"reward": {"no number": 1}, "rollout": {}},
+        }, "every figure, and no other"
     assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
 
