@@ -54,7 +54,7 @@ class Limits:
     """Seconds for the head of a request; before the first one from the connection on."""
     body_s: float = 120.0
     """Seconds for the body of a request."""
-    reader_s: float = 60.0
+    reader_s: float = 120.0
     """Seconds for which a client may read nothing of an answer that waits for it."""
     drain_s: float = 10.0
     """Seconds that running requests may continue when the server ends."""
