@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 from specactor_ray.core.errors import InputError, clipped
-from specactor_ray.models.builtin import quiet_transformers
 
 _ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "environment", "observation"}
 """Roles from which a template may compose a control token, such as `<|user|>`; any other role is literal text."""
@@ -358,8 +357,7 @@ def texts_of(value: Any) -> Iterator[str]:
 def apply_template(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> str:
     """The text that the template writes; InputError if it refuses the messages."""
     try:
-        with quiet_transformers():
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **template)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **template)
     except Exception as error:  # templates are code of the checkpoint and raise any exception
         raise InputError(f"the model's chat template refuses these messages: {error}") from error
     return text

@@ -206,7 +206,7 @@ def encode_chat(
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
             "text or token ids"
         )
-    refuse_long(tokenizer, texts_of((plain, template)), most)
+    refuse_long(tokenizer, texts_of([*(list(one.values()) for one in plain), template]), most)
     return _not_empty(_tokenize(tokenizer, render(tokenizer, plain, **template), add_special_tokens=add_special_tokens))
 
 

@@ -123,7 +123,8 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
 def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
     """The prompts as token ids. Those that cannot be encoded fail alone, at their turn."""
     load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
-    return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat, **text_options(config.data))
+    tokenizer, most = _tokenizer_for(config, prompts, load), max_prompt_tokens(config) + config.sampling.max_tokens
+    return encode_prompts(tokenizer, prompts, config.data.chat, most=most, **text_options(config.data))
 
 
 def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:

@@ -162,7 +162,8 @@ def checked_tasks(config: Config) -> TaskStream:
         ChatTurns(tokenizer, config.environment.keep_outputs).between([{"role": role, "content": "Answer"}], ())
 
     def count_tokens(prompt: Prompt) -> int:
-        return len(encode_prompt(tokenizer, prompt, data.chat, **text_options(data)))
+        most = limit + config.sampling.max_tokens
+        return len(encode_prompt(tokenizer, prompt, data.chat, most=most, **text_options(data)))
 
     stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
     stream.take(1)
