@@ -46,7 +46,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        template = str(tokenizer.chat_template)
+        template = str(getattr(tokenizer, "chat_template", None))
         own = backend.get_vocab(with_added_tokens=False) if hasattr(backend, "get_vocab") else {}
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.ids = {
@@ -84,15 +84,34 @@ class ControlTokens:
         if self._twin is None:
             return self._encode_apart(tokenizer, rendered)
         text, own = rendered.text, self._own_spans(tokenizer, rendered)
+        if self._control(_ids(tokenizer, text, False)) == [self.ids[name] for _, _, name in own]:
+            return _ids(tokenizer, text, add_special_tokens)  # none is read in literal text
         ends = [0, *(end for _, end, _ in own)]
-        parts = [text[a:b] + self._alias(name) for a, (b, _, name) in zip(ends, own, strict=False)]
-        twin, back = self._twin
-        found = twin.encode_batch(["".join(parts) + text[ends[-1] :]], add_special_tokens=add_special_tokens)[0].ids
-        ids = [back.get(one, one) for one in found]
-        control, added = set(self.ids.values()), len(_ids(tokenizer, "", True)) if add_special_tokens else 0
-        if sum(one in control for one in ids) > len(own) + added:
-            raise InputError("the tokenizer reads control tokens in the messages; remove them from their contents")
+        parts = [text[a:b] for a, b in zip(ends, [*(begin for begin, _, _ in own), len(text)], strict=True)]
+        names = [*(name for _, _, name in own), ""]
+        whole = "".join(part + (name and self._alias(name)) for part, name in zip(parts, names, strict=True))
+        ids = self._by_twin(whole, add_special_tokens)
+        added = len(_ids(tokenizer, "", True)) if add_special_tokens else 0
+        if len(self._control(ids)) - len(own) not in (
+            0,
+            added,
+        ):  # words of the model, or of a normalizer
+            ids = self._by_twin("", add_special_tokens)
+            for part, name in zip(parts, names, strict=True):
+                ids += [*self._by_twin(part, False), *([self.ids[name]] if name else [])]
+            if len(self._control(ids)) - len(own) not in (0, added):
+                raise InputError("the tokenizer reads control tokens in the messages; remove them from their contents")
         return ids
+
+    def _by_twin(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert self._twin is not None
+        twin, back = self._twin
+        ids = twin.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return [back.get(one, one) for one in ids]
+
+    def _control(self, ids: Sequence[int]) -> list[int]:
+        control = set(self.ids.values())
+        return [one for one in ids if one in control]
 
     def _own_spans(self, tokenizer: Any, rendered: Rendered) -> list[tuple[int, int, str]]:
         """Begin, end and text of each control token outside of literal text."""
@@ -161,7 +180,7 @@ _in_python = threading.Lock()
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """The control tokens of a tokenizer, found once."""
-    state = len(tokenizer), str(tokenizer.chat_template)
+    state = len(tokenizer), str(getattr(tokenizer, "chat_template", None))
     with _finding:
         if tokenizer not in _known or _known[tokenizer][0] != state:
             _known[tokenizer] = state, ControlTokens(tokenizer)

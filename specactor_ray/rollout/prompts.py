@@ -289,7 +289,7 @@ class ChatTurns:
         if tokenizer is None or not tokenizer.chat_template:
             raise InputError("a conversation needs a chat template, and the model's tokenizer has none")
         self._outputs = (_OUTPUT,) if keep_outputs else _outputs_to_try(str(tokenizer.chat_template))
-        self._accepted = set[tuple[str, ...]]()
+        self._accepted = set[frozenset[str]]()
         """Roles of appended messages with which the template keeps every output."""
         end = self._render(_opening(_OUTPUT), False).text.partition(_OUTPUT)[2]
         for output in self._outputs:
@@ -316,7 +316,7 @@ class ChatTurns:
         """Token ids from the end of an output to the beginning of the next one, with these messages between them. If
         the output ends with the template's end-of-turn token, that is not repeated. An InputError if the template
         refuses the messages, or changes the earlier text when they are appended."""
-        roles = tuple(str(message["role"]) for message in messages)
+        roles = frozenset(str(message["role"]) for message in messages)
         whole = self._after(_OUTPUT, messages, roles)
         if roles not in self._accepted:
             for other in self._outputs:
@@ -329,7 +329,7 @@ class ChatTurns:
                 ids = ids[at + 1 :]
         return tuple(ids)
 
-    def _after(self, output: str, messages: Sequence[Message], roles: Sequence[str]) -> Rendered:
+    def _after(self, output: str, messages: Sequence[Message], roles: frozenset[str]) -> Rendered:
         """What the template writes behind an output that these messages follow."""
         whole = self._render((*_opening(output), *_checked_messages(messages)), True)
         if self._keeps and output in whole.text:
@@ -339,7 +339,7 @@ class ChatTurns:
         if not before.startswith(begin) or not whole.text.startswith(before):
             raise InputError(
                 "the model's chat template changes earlier messages when it appends "
-                f"{' and '.join(sorted(set(roles)))} messages{_difference(before, whole.text)}"
+                f"{' and '.join(sorted(roles))} messages{_difference(before, whole.text)}"
             )
         return whole[len(begin) :]
 
