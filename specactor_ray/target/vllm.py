@@ -1,10 +1,10 @@
 """Target engine over vLLM: vLLM's scheduler, paged attention and kernels; this package's drafts, keyed sampling
 (`vllm_worker.py`) and stops (`rows.py`). vLLM ends outputs at their length only.
 
-Only this module and `vllm_worker.py`, its counterpart in vLLM's workers, import vLLM and use its non-public parts, in
-the versions of `vllm_settings.TESTED_VERSIONS`. This module uses `EngineCore`, stepped directly; `running` and
-`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` names the part
-when one of them changes. `docs/design/vllm.md` gives the reasons.
+Only this module and its counterparts in vLLM's workers, `vllm_worker.py` and `vllm_weights.py`, import vLLM and use
+its non-public parts, in the versions of `vllm_settings.TESTED_VERSIONS`. This module uses `EngineCore`, stepped
+directly; `running` and `update_draft_token_ids` of its scheduler; `sample_tokens` of its executor.
+`tests/vllm/test_contract.py` names the part when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams, TopTokens
-from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
-from specactor_ray.models.packed_linear import whole_weights
+from specactor_ray.models.loading import load_eos_token_ids
+from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
@@ -227,19 +227,21 @@ class VllmEngine:
         return self._done
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        whole_weights(state_dict, *self._expected_weights)
+        weights = self._format.of_files(state_dict)
         if self._config.tensor_parallel == 1:
-            self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+            self._core.collective_rpc("replace_weights", kwargs={"weights": weights})
         else:
-            with folder_of(state_dict) as folder:
-                self._core.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            with folder_of(weights) as folder:
+                self._core.collective_rpc("replace_weights", kwargs={"folder": folder})
         self._core.reset_prefix_cache(reset_running_requests=True)
         self.weight_version, self._decoding = version, None
 
     @functools.cached_property
-    def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Shapes and ties of weights, which no update changes."""
-        return weight_shapes(self._config.model, trust_remote_code=self._config.trust_remote_code)
+    def _format(self) -> WeightFormat:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._core.vllm_config):  # vLLM may have decorated the model's class
+            return WeightFormat(self._config.model, trust_remote_code=self._config.trust_remote_code)
 
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         if self.has_work():

@@ -33,6 +33,7 @@ KEY = "specactor"
 """Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"}
 """Arguments of vLLM's engine that determine graphs; if a user sets one of them, none is added."""
+WEIGHTS_FILE = "model.safetensors"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 _STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
 """(number of positions, stride of captured sizes up to it)."""
@@ -185,16 +186,15 @@ def shared_memory() -> set[str]:
 
 @contextlib.contextmanager
 def folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The folder of a checkpoint, in memory if there is room; ranks in other processes read their parts of it."""
+    """A folder, in memory if there is room, with weights in one file; ranks in other processes read their parts."""
     from safetensors.torch import save_file
 
     size = sum(tensor.nbytes for tensor in state_dict.values())
     roomy = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
     folder = make_owned_folder(_WEIGHTS, SHARED_MEMORY if roomy else tempfile.gettempdir())
     try:
-        (folder / "model").mkdir()
         weights = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        save_file(weights, folder / "model" / "model.safetensors")
-        yield str(folder / "model")
+        save_file(weights, folder / WEIGHTS_FILE)
+        yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,11 +9,13 @@ It uses these non-public parts of the model runner: `sampler` and `rejection_sam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -27,7 +29,8 @@ from specactor_ray.sampling.keyed import verify_arrays, warm_up
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm import CoreStep
-from specactor_ray.target.vllm_settings import KEY
+from specactor_ray.target.vllm_settings import KEY, WEIGHTS_FILE
+from specactor_ray.target.vllm_weights import replace_weights
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -67,6 +70,12 @@ class KeyedWorker(_Worker):
         margins = self.vllm_config.additional_config[KEY]["record_margins"]
         warm_up(self.model_runner.device, self.model_runner.dtype, 1 + margins)
         return times
+
+    def replace_weights(self, weights: Mapping[str, torch.Tensor] | None = None, folder: str | None = None) -> None:
+        """Load all weights by the names of a checkpoint's files, given or in a file of `folder_of`."""
+        if weights is None:
+            weights = load_file(Path(str(folder), WEIGHTS_FILE))
+        replace_weights(self.model_runner.get_model(), self.vllm_config, weights.items())
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the model. A step without drafts runs as without speculation, unless layers keep a state per draft."""

@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "trainer/trainer_ranks.py",
     ),
     "greenlet": ("simulation/kernel.py",),
-    "vllm": ("target/vllm.py", "target/vllm_worker.py", "bench/peers.py"),
+    "vllm": ("target/vllm.py", "target/vllm_worker.py", "target/vllm_weights.py", "bench/peers.py"),
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
@@ -83,6 +83,7 @@ MAY_IMPORT = {
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
 LEAVES = (
     "target/vllm_worker.py",
+    "target/vllm_weights.py",
     "sampling/triton.py",
     "sampling/triton_noise.py",
     "sampling/fused.py",

@@ -30,14 +30,20 @@ def test_the_installed_version_is_a_tested_one() -> None:
 
 
 def test_the_engine_core_and_its_scheduler() -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.model_loader.reload import inplace
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
+    reload = inspect.getsource(inplace.reload_weights)  # `replace_weights` does the same
+    assert "initialize_layerwise_reload(model)" in reload and "model.load_weights(weights_iterator)" in reload
+    assert "finalize_layerwise_reload(model, model_config)" in reload
+    assert "self.moe_kernel is not None" in inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
+    assert "layer.cpu_linear = " in inspect.getsource(dispatch_cpu_unquantized_gemm)
     for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
         assert callable(getattr(EngineCore, name)), name
     assert "step_fn" in inspect.getsource(EngineCore.__init__)

@@ -1,0 +1,159 @@
+"""New weights in a vLLM engine: every tensor, one at a time and all at once, is what transformers computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.core.errors import WeightsError
+from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.models.loading import tied
+from specactor_ray.models.probe import eager_logprobs, probe_tokens
+from specactor_ray.models.weight_format import WeightFormat
+from specactor_ray.target.vllm import VllmEngine
+from tests.vllm import needs_vllm
+from tests.vllm.test_vllm_engine import raw
+
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
+
+VOCAB_SIZE = 96
+TOKENS = probe_tokens(VOCAB_SIZE)
+_BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+_GROUPED = {**_BASE, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": False}
+"""vLLM's CPU build has no heads below 32."""
+_TIED = {**_GROUPED, "tie_word_embeddings": True}
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", _TIED),
+    "qwen2": ("Qwen2", _GROUPED),
+    "qwen3-tied": ("Qwen3", _TIED),
+    "gpt2-tied": ("GPT2", {**_GPT2, "initializer_range": 0.3}),
+    "gpt-neox": ("GPTNeoX", _BASE),
+    "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "glm4-moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+}
+"""Name → transformers' class of the configuration, and its settings."""
+
+
+def make_model(family: str, seed: int) -> Any:
+    """Random weights; norms, biases and buffers, too."""
+    import transformers
+
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    with quiet_transformers():
+        config = getattr(transformers, f"{kind}Config")(**settings)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                tensor += 0.2 * torch.randn(tensor.shape)
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def no_groups() -> Iterator[None]:
+    """vLLM makes groups of ranks once in a process, and those of experts only for a model that has some."""
+    yield
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def weights_of(family: str, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in make_model(family, seed).state_dict().items()}
+
+
+def make(family: str, folder: Path, seed: int = 0, **limits: Any) -> tuple[VllmEngine, np.ndarray, np.ndarray]:
+    """An engine with the weights of `seed`, and what transformers computes with those of 0 and 1."""
+    truths = [eager_logprobs(make_model(family, other), TOKENS) for other in (0, 1)]
+    with quiet_transformers():
+        make_model(family, seed).save_pretrained(folder)
+    return raw(model=str(folder), max_model_len=120, max_batch=4, kv_cache_gb=1 / 64, **limits), *truths
+
+
+def require_close(engine: VllmEngine, expected: np.ndarray, what: str, tolerance: float = 1e-3) -> None:
+    assert np.abs(engine.prompt_logprobs(TOKENS) - expected).mean() < tolerance, what
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_tensor_at_a_time_and_all_at_once(family: str, tmp_path: Path) -> None:
+    old, new, ties = weights_of(family, 0), weights_of(family, 1), tied(make_model(family, 0))
+    moved = {"all": new}
+    for name in (name for name in old if name not in ties):
+        moved[name] = {**old, name: new[name], **{tie: new[name] for tie, owner in ties.items() if owner == name}}
+    model = make_model(family, 1)
+    expected = {}  # before the engine: vLLM decorates the classes of some models
+    for name, weights in moved.items():
+        model.load_state_dict(weights)
+        expected[name] = eager_logprobs(model, TOKENS)
+    engine, truth, _ = make(family, tmp_path)
+    at_start = engine.prompt_logprobs(TOKENS)
+    require_close(engine, truth, "at the start")
+    engine.load_weights(1, old)
+    np.testing.assert_array_equal(engine.prompt_logprobs(TOKENS), at_start, "the same weights again")
+    for version, (name, weights) in enumerate(moved.items(), start=2):
+        engine.load_weights(version, weights)
+        require_close(engine, expected[name], name)
+    engine.sleep()
+    engine.load_weights(999, old)
+    engine.wake()
+    np.testing.assert_array_equal(engine.prompt_logprobs(TOKENS), at_start, "back, two in a row, around a sleep")
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_two_ranks_have_new_weights(family: str, tmp_path: Path) -> None:
+    engine, first, second = make(family, tmp_path, tensor_parallel=2, cores=2)
+    require_close(engine, first, "at the start")
+    engine.load_weights(1, weights_of(family, 1))
+    require_close(engine, second, "all at once")
+    engine.load_weights(2, weights_of(family, 0))
+    require_close(engine, first, "back")
+    engine.close()
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's experts need AVX512_BF16 in bfloat16")
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
+def test_bfloat16_is_that_of_a_fresh_engine(family: str, tmp_path: Path) -> None:
+    engine, *_ = make(family, tmp_path / "first", dtype="bfloat16")
+    at_start = engine.prompt_logprobs(TOKENS)
+    engine.load_weights(1, weights_of(family, 1, torch.bfloat16))
+    updated = engine.prompt_logprobs(TOKENS)
+    engine.load_weights(2, weights_of(family, 0, torch.bfloat16))
+    np.testing.assert_array_equal(engine.prompt_logprobs(TOKENS), at_start)
+    engine.close()
+    fresh, *_ = make(family, tmp_path / "second", seed=1, dtype="bfloat16")
+    np.testing.assert_array_equal(fresh.prompt_logprobs(TOKENS), updated)
+    fresh.close()
+
+
+def test_a_parameter_without_weights_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, *_ = make("llama", tmp_path)
+    whole = WeightFormat.of_files
+
+    def without_norm(self: WeightFormat, state_dict: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in whole(self, state_dict).items() if name != "model.norm.weight"}
+
+    monkeypatch.setattr(WeightFormat, "of_files", without_norm)
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        engine.load_weights(1, weights_of("llama", 1))
+    assert engine.weight_version == 0
+    engine.close()
