@@ -129,6 +129,8 @@ class Trials:
         self.problem = ""
         self._version, self._most_lost = version, _MOST_LOST * replicas
         self._tried, self._failed = set[str](), set[str]()
+        self._loaded = False
+        """Whether a verifier has loaded the version: losses are not its fault then."""
 
     def judge(self, verifiers: Mapping[str, Channel]) -> None:
         """Give the version up if a verifier's error is final, two failed, or `_MOST_LOST` per seat were lost before
@@ -140,10 +142,9 @@ class Trials:
                 if channel.is_final or len(self._failed) >= _MOST_FAILED:
                     self._refuse(str(channel.error))
         self._tried |= verifiers.keys()
-        if any(channel.acked == self._version for channel in verifiers.values()):
-            self._tried.clear()
+        self._loaded |= any(channel.acked == self._version for channel in verifiers.values())
         lost = len(self._tried - verifiers.keys() - self._failed)
-        if lost >= self._most_lost:
+        if lost >= self._most_lost and not self._loaded:
             self._refuse(f"{lost} verifiers in a row were lost meanwhile. {self.problem}")
 
     def _refuse(self, reason: str) -> None:

@@ -316,6 +316,10 @@ class TestWeights:
             lost.answer("load_weights", WeightsError("memory"))
             send(sync, serving, lost)
             assert lost.error is not None and in_place(sync, 2)
+        for index in range(9):  # nodes and processes are lost, whatever the weights
+            send(sync, HandMember(VERIFIER, 0, f"killed-{index}"))
+        send(sync)
+        assert in_place(sync, 2)
         last = HandMember(VERIFIER, 0, "last")  # none serves: a rollout must not wait for ever
         send(sync, last)
         last.answer("load_weights", WeightsError("memory"))
