@@ -1,8 +1,9 @@
 """Norms, gated MLPs and rotary attention of transformers' models, each in one compiled call on CPUs.
 
 In a decode step of a small model the many small operators between linear layers take as long as the linear layers. A
-module is replaced only if its compiled form gives the same results in one forward at load; any other module stays. A
-result depends on its own row alone, which is not so for PyTorch's float32 SiLU.
+module is replaced only if a compiled form stands for the source of its class (`sources.py`), and if the form gives the
+same results in one forward at load; any other module stays. A result depends on its own row alone, which is not so for
+PyTorch's float32 SiLU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.models.cpu_attention import AttentionRules, compiled
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import RaggedBatch
+from specactor_ray.models.sources import ATTENTIONS, GATED_MLPS, NORMS, source_of
 from specactor_ray.models.threads import KINDS, run
 
 _NUMBERS_PER_THREAD = 100_000
@@ -54,7 +56,7 @@ def _agrees(form: Any, expected: Any, args: Any, kwargs: Any) -> bool:
         form.rules = rules
     try:
         found = form(*args, **kwargs)
-    except (TypeError, InputError):
+    except (TypeError, RuntimeError, InputError):  # RuntimeError: shapes that the form does not take
         return False
     found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -68,13 +70,16 @@ def _forms(module: nn.Module) -> Iterator[Any]:
     children = dict(module.named_children())
     packed = {name for name, child in children.items() if type(child) is PackedLinear}
     others = children.keys() - packed
-    if "RMSNorm" in type(module).__name__ and not children:
+    source = source_of(type(module))  # type: ignore[arg-type]
+    if "forward" in vars(module) or source is None:  # replaced already, or its computation is unknown
+        return
+    if source in NORMS and not children:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(eps, float) and isinstance(getattr(module, "weight", None), nn.Parameter):
             yield from (_RmsNorm(module, eps, offset) for offset in (0, 1))
-    elif packed == {"gate_proj", "up_proj", "down_proj"} and others == {"act_fn"}:
-        yield _GatedMlp(module)
-    elif packed == {"q_proj", "k_proj", "v_proj", "o_proj"} and others <= {"q_norm", "k_norm"}:
+    elif source in GATED_MLPS and packed == {"gate_proj", "up_proj", "down_proj"} and others == {"act_fn"}:
+        yield from [_GatedMlp(module)] if type(module.act_fn).__name__ in ("SiLU", "SiLUActivation") else []
+    elif source in ATTENTIONS and packed == {"q_proj", "k_proj", "v_proj", "o_proj"} and others <= {"q_norm", "k_norm"}:
         yield from [_Attention(module)] if hasattr(module, "head_dim") and hasattr(module, "layer_idx") else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from specactor_ray.models import cpu_layers
+from specactor_ray.models import cpu_layers, sources
 from specactor_ray.models.cpu_attention import store_pages
 from specactor_ray.models.cpu_layers import _GatedMlp, _RmsNorm
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
@@ -136,6 +137,58 @@ def test_what_agrees_is_replaced_and_nothing_else(
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     theirs = tiny(kind, **options)(torch.from_numpy(tokens)[None]).logits[0]
     torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("table", [sources.NORMS, sources.GATED_MLPS, sources.ATTENTIONS])
+def test_sources_are_those_of_the_installed_transformers(table: dict[str, str]) -> None:
+    """Another source must be read before its compiled form may stand for it."""
+    for digest, name in table.items():
+        family, _, kind = name.partition(".")
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        assert sources.source_of(getattr(module, kind)) == digest, name
+
+
+def test_what_a_forward_calls_is_part_of_its_source() -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+
+    class Same(LlamaRMSNorm):
+        """Adds nothing to the computation."""
+
+    class Clipped(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states).clamp(-8.0, 8.0)
+
+    assert sources.source_of(Same) == sources.source_of(LlamaRMSNorm) in sources.NORMS
+    assert sources.source_of(Clipped) not in sources.NORMS
+    assert sources.source_of(LlamaAttention) in sources.ATTENTIONS
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        # A scale by the position, right up to the original length of the context.
+        ("ministral3", {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        }}),
+        ("olmo", {"clip_qkv": 0.5}),  # clips large values only
+        ("olmo2", {}),  # its norms span all heads
+        ("olmo3", {"sliding_window": 8}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    ],
+)  # fmt: skip
+def test_models_whose_attention_computes_something_else(kind: str, options: dict[str, Any]) -> None:
+    tokens, rows = np.arange(60) * 7 % 96, np.array([60])
+    model = tiny(kind, **options)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name or "v_proj" in name:
+            weight.data.mul_(8.0)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+    ragged = RaggedModel(model, 4 << 20)
+    found = ragged.forward(np.array([ragged.cache.open(60)]), rows, tokens, rows).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
