@@ -214,6 +214,8 @@ class RayAnswer:
                 return self._future.result()
             return ray.get(self.reference, timeout=_FETCH_S)
         except ray_errors.RayError as error:
+            if isinstance(error, _ANSWER_LOST) and not isinstance(error, _GONE):
+                raise ActorUnavailableError(f"{what}: its answer was lost: {_first_line(error)}") from None
             raise translate_ray_error(error, what) from None
 
 
@@ -267,16 +269,30 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
         return error
     if isinstance(error, ray_errors.ActorUnavailableError):
         return ActorUnavailableError(f"{what}: out of reach: {_first_line(error)}")
-    if isinstance(error, ray_errors.RayActorError):
+    if isinstance(error, _GONE):
         node_lost = _is_node_loss(error)
         hint = "its node is gone" if node_lost else "killed, out of memory, or crashed"
         reason = _memory_report(error) or f"its process ended ({hint}): {_first_line(error)}"
         return ActorLostError(f"{what}: {reason}", node_lost)
     if isinstance(error, ray_errors.GetTimeoutError):
         return CallTimeoutError(f"{what}: no answer in time")
-    if isinstance(error, (ray_errors.OwnerDiedError, ray_errors.NodeDiedError)):
-        return ActorLostError(f"{what}: {_first_line(error)}", isinstance(error, ray_errors.NodeDiedError))
     return CallError(f"{what}: {_memory_report(error) or f'{type(error).__name__}: {_first_line(error)}'}")
+
+
+_ANSWER_LOST = (ray_errors.ObjectLostError, ray_errors.ObjectReconstructionFailedError)
+_NODE_GONE = (ray_errors.NodeDiedError, ray_errors.LocalRayletDiedError)
+_GONE = (
+    *_NODE_GONE,
+    ray_errors.RayActorError,
+    ray_errors.OutOfMemoryError,
+    ray_errors.WorkerCrashedError,
+    ray_errors.OwnerDiedError,
+    ray_errors.RuntimeEnvSetupError,
+    ray_errors.ActorUnschedulableError,
+    ray_errors.ActorPlacementGroupRemoved,
+    ray_errors.TaskPlacementGroupRemoved,
+)
+"""Errors that Ray raises for a process that has ended for good, or will never start; they have no common base."""
 
 
 def _memory_report(error: BaseException) -> str:
@@ -296,9 +312,9 @@ _MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 """Line of Ray's list of processes with the most memory: pid, GB, command."""
 
 
-def _is_node_loss(error: ray_errors.RayActorError) -> bool:
-    """Whether a node was lost. Ray reports the cause of a death as text, and preemption by a flag."""
-    return error.preempted or "its node has died" in str(error)
+def _is_node_loss(error: BaseException) -> bool:
+    """Whether a node was lost. Ray reports the cause of an actor's death as text, and preemption by a flag."""
+    return isinstance(error, _NODE_GONE) or getattr(error, "preempted", False) or "its node has died" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ray
 from ray import exceptions as ray_errors
 from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
 
-from specactor_ray.cluster.calls import translate_ray_error
+from specactor_ray.cluster.calls import RayAnswer, translate_ray_error
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -147,7 +148,14 @@ OBJECT = ("00ff", None, "")
         (ray_errors.ObjectLostError(*OBJECT), CallError),
         (ray_errors.ObjectStoreFullError("full"), CallError),
         (ray_errors.RpcError("bad"), CallError),
-        (ray_errors.ActorUnschedulableError("no room"), CallError),
+        (ray_errors.ActorUnschedulableError("no room"), ActorLostError),
+        (ray_errors.OutOfMemoryError("killed"), ActorLostError),
+        (ray_errors.WorkerCrashedError(), ActorLostError),
+        (ray_errors.LocalRayletDiedError(), ActorLostError),
+        (ray_errors.RuntimeEnvSetupError("no such folder"), ActorLostError),
+        (ray_errors.ActorPlacementGroupRemoved(), ActorLostError),
+        (ray_errors.OutOfDiskError("disk"), CallError),
+        (ray_errors.RaySystemError("system"), CallError),
         (ray_errors.AuthenticationError("token"), CallError),
         (task_error(ValueError("bug")), RemoteError),
         (task_error(KeyboardInterrupt()), RemoteError),
@@ -157,8 +165,17 @@ OBJECT = ("00ff", None, "")
 def test_each_error_of_ray_has_one_of_ours(error: BaseException, expected: type[SpecActorError]) -> None:
     ours = translate_ray_error(error, "verifier-0: ping")
     assert type(ours) is expected and str(ours).startswith("verifier-0: ping: ")
-    assert not getattr(ours, "node_lost", False) or isinstance(error, ray_errors.NodeDiedError)
+    assert not getattr(ours, "node_lost", False) or type(error).__name__ in ("NodeDiedError", "LocalRayletDiedError")
     assert str(pickle.loads(pickle.dumps(ours))) == str(ours)
+
+
+@pytest.mark.parametrize(
+    "lost", [ray_errors.ObjectLostError(*OBJECT), ray_errors.ObjectReconstructionFailedError("00ff")]
+)
+def test_a_lost_answer_says_nothing_about_its_actor(monkeypatch: pytest.MonkeyPatch, lost: Exception) -> None:
+    monkeypatch.setattr(ray, "get", Mock(side_effect=lost))
+    with pytest.raises(ActorUnavailableError, match="poll: its answer was lost"):
+        RayAnswer(Mock()).result("poll")
 
 
 @pytest.mark.parametrize("error", [died(NODE_DIED), died("drained", preempted=True), ray_errors.NodeDiedError("node")])
@@ -178,7 +195,7 @@ Refer to the documentation on how to address the out of memory issue: https://do
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(died(OUT_OF_MEMORY), ActorLostError), (ray_errors.OutOfMemoryError(OUT_OF_MEMORY), CallError)],
+    [(died(OUT_OF_MEMORY), ActorLostError), (ray_errors.OutOfMemoryError(OUT_OF_MEMORY), ActorLostError)],
 )
 def test_out_of_memory_says_what_holds_it_and_what_to_lower(error: BaseException, expected: type[CallError]) -> None:
     ours = translate_ray_error(error, "trainer: update")
