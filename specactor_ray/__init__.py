@@ -21,7 +21,7 @@ __all__ = ["Rollout", "RolloutActor", "SamplingParams", "Trajectory", "__version
 _PLACES = {
     "Rollout": "specactor_ray.rollout.rollout",
     "RolloutActor": "specactor_ray.rollout.actor",
-    "SamplingParams": "specactor_ray.transport.messages",
+    "SamplingParams": "specactor_ray.core.types",
     "Trajectory": "specactor_ray.rollout.trajectory",
 }
 

@@ -178,9 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Modules in the current folder can be named as drafters and rewards; Ray passes the path on to its processes.
     """
-    put_current_folder_last()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        put_current_folder_last()
+        if strange := [one for one in given if not one.isascii() and has_no_utf8(one)]:
+            fix = "rename the file, or set a UTF-8 locale"
+            raise InputError(f"{strange[0]!a} in the command line is not valid UTF-8; {fix}")
         if sum(one in ("--config", "-c") or one.startswith("--config=") for one in given) > 1:
             raise InputError("--config is given twice; give one file, and what differs as KEY=VALUE")
         app(args=given, prog_name="specactor")
@@ -191,12 +194,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         atexit.register(ignore_signals)  # all is done; the final work of libraries must not be interrupted
 
 
+def has_no_utf8(text: str) -> bool:
+    """Whether the text came from bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def put_current_folder_last() -> None:
     """Put the current folder last on the search path: its modules can be drafters and rewards, but replace no module.
 
     A checkout from which the package itself runs keeps its place.
     """
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the current folder has been removed; change to one that exists") from None
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if folder != package_root:
         sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != folder]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,6 +41,8 @@ from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
 
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+-]+")
+"""Paths that all of Ray's processes can use; it encodes its sockets' in ASCII."""
 _LONGEST_TEMP_DIR = 40
 """Ray puts Unix sockets about 65 characters below its folder, and their paths may have at most 107."""
 
@@ -151,7 +154,7 @@ def worker_job_config() -> Any:
 @start_phase("starting Ray")
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
-    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"
+    base = _base_folder()
     remove_abandoned(PRIVATE_FOLDER, base)
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
@@ -174,6 +177,12 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
         address = ray.get_runtime_context().gcs_address
         note_address(folder, address)
         return Connection(address, owned=True, held=held.pop_all())
+
+
+def _base_folder() -> str:
+    """The folder of temporary files, if Ray can use its path."""
+    base = tempfile.gettempdir()
+    return base if len(base) < _LONGEST_TEMP_DIR - 20 and _PLAIN_PATH.fullmatch(base) else "/tmp"
 
 
 def _ray_settings() -> dict[str, str]:

@@ -192,7 +192,8 @@ def token_for(address: str) -> dict[str, str]:
 
 
 def read_token(variables: Mapping[str, str]) -> str:
-    """The token that Ray sends with these variables in addition to the environment; empty when it sends none."""
+    """The token that Ray sends with these variables in addition to the environment; empty when it sends none.
+    ClusterError if RAY_AUTH_TOKEN_PATH names no file that can be read."""
     environment = {**os.environ, **variables}
     if environment.get(_MODE, "").lower() != "token":
         return ""
@@ -202,8 +203,11 @@ def read_token(variables: Mapping[str, str]) -> str:
     try:
         path = Path(environment.get(_PATH) or Path.home() / ".ray" / "auth_token")
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        if not environment.get(_PATH):
+            return ""
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ClusterError(f"{_PATH} names {path}, which cannot be read ({reason}). Fix: {TOKEN_FIX}") from None
 
 
 @contextlib.contextmanager

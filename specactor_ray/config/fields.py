@@ -42,11 +42,6 @@ def positive(default: Any, up_to: float = 1e9) -> Any:
     return limited(lambda value: 0.0 < value <= up_to, f"use a number above 0 and at most {up_to:g}.", default)
 
 
-def below_one(default: Any) -> Any:
-    """A number from 0 to below 1."""
-    return limited(lambda value: 0.0 <= value < 1.0, f"use 0 to below 1; {default} is the default.", default)
-
-
 def one_of(allowed: Collection[str], default: str) -> Any:
     """A text from a list."""
     return field(default=default, metadata={_CHECK: partial(reject_unlisted, allowed=allowed)})

@@ -85,16 +85,21 @@ class Proposer(abc.ABC):
     budget: int = 0
     """Set before `extend`: most rows of a forward (0: unknown, without branches); `forward_s`, float64 `(budget + 1,)`,
     seconds of a forward with 0, 1, ... rows (empty: unknown); `burst`, most tokens that models draft for each chain."""
-    forward_s: np.ndarray = np.zeros(0)
+    forward_s: np.ndarray
     burst: int = 1
     drafted: int = 1
     """Set by `extend`: tokens that it drafted for each chain; `rows_drafted`, mean rows of its forwards, 0 if a row
     read more than a token, or a forward changed no tail."""
     rows_drafted: int = 0
-    judged: np.ndarray = np.zeros(2, np.int64)
+    judged: np.ndarray
     """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer must have."""
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:  # not `__init__`, which a derived class may not call
+        made = super().__new__(cls)
+        made.forward_s, made.judged = np.zeros(0), np.zeros(2, np.int64)
+        return made
 
     @abc.abstractmethod
     def open(

@@ -70,7 +70,10 @@ class RunLease:
             self._lock.acquire()
             self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         except Timeout:
-            holder = self._path.read_text() or "another process"
+            holder = ""
+            with contextlib.suppress(OSError, UnicodeDecodeError):  # it may release the folder now
+                holder = self._path.read_text(encoding="utf-8")
+            holder = holder or "another process"
             fix = f"wait for it, stop it, or choose another {key}"
             raise RunInUseError(f"{key}: {holder} uses {folder} now. Fix: {fix}") from None
         except OSError as error:
@@ -93,20 +96,42 @@ def lease_unfinished(config: Config, file: str, continues: Callable[[Path], bool
         file: File that every run of this kind has, with the time of its last sign of life.
         continues: Whether the run in a folder can be continued.
 
+    Other runs may end, be removed, or belong to other users meanwhile: they are left out.
+
     Raises:
         RunInUseError: The named run is in use.
+        InputError: The folder of the named run cannot be written to.
     """
     base = Path(config.run.dir).expanduser()
     if config.run.name is not None:
         folder = base / config.run.name
-        return (folder, RunLease(folder)) if continues(folder) else None
-    for path in sorted(base.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True):
-        if continues(path.parent):
-            try:
-                return path.parent, RunLease(path.parent)
-            except RunInUseError as error:
-                logger.warning("resume=auto leaves out %s: %s", path.parent.name, error)
+        with run_dir_errors(folder):
+            return (folder, RunLease(folder)) if continues(folder) else None
+    for path in _newest_first(base, file):
+        folder = path.parent
+        try:
+            if not path.exists() or not continues(folder):
+                continue
+            lease = RunLease(folder)
+        except (OSError, RunInUseError) as error:
+            logger.warning("resume=auto leaves out %s: %s", folder.name, error)
+            continue
+        if path.exists() and continues(folder):
+            return folder, lease
+        lease.release()
+        remove_if_empty(folder)  # it was removed, and the lease made it again
+        logger.warning("resume=auto leaves out %s: it has ended or was removed meanwhile", folder.name)
     return None
+
+
+def _newest_first(base: Path, file: str) -> list[Path]:
+    """The files of this name in the folders of `base`."""
+    times: dict[Path, float] = {}
+    with contextlib.suppress(OSError):
+        for folder in base.iterdir():
+            with contextlib.suppress(OSError):
+                times[folder / file] = (folder / file).stat().st_mtime
+    return sorted(times, key=lambda path: times[path], reverse=True)
 
 
 def lease_new(config: Config) -> tuple[Path, RunLease]:

@@ -253,3 +253,19 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     assert "mine:other cannot be imported" in error_line(run_program(folder, [str(script)], *train))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["config"], ["rollout"]], ids=" ".join)
+def test_a_removed_current_folder_is_said(tmp_path: Path, arguments: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); from specactor_ray.cli.main import main; main(sys.argv[1:])"
+    assert "current folder has been removed" in error_line(run_program(gone, ["-c", program], *arguments))
+
+
+@pytest.mark.parametrize("arguments", [["rollout", "data.path="], ["config", "--config", ""]], ids=lambda one: one[0])
+def test_a_name_that_is_not_utf8_is_said(tmp_path: Path, arguments: list[str]) -> None:
+    *first, last = arguments
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    done = run_program(tmp_path, ["-m", "specactor_ray.cli.main"], *first, last + name)
+    assert "caf\\udce9.jsonl" in error_line(done) and "is not valid UTF-8" in done.stderr

@@ -38,6 +38,8 @@ _LAYER_KEYS = (
 )  # fmt: skip
 _LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
 """Defaults of Llama, written out because vLLM reads the layer's configuration as it is."""
+_MOST_APART = 64
+"""Number of draft tokens of which no two can be neighbours in the target's vocabulary."""
 _Kind = tuple[Callable[[Any], bool], str]
 _SIZE: _Kind = (lambda value: type(value) is int and 1 <= value < 2**31, "a whole number of 1 or more")
 _SECTION: _Kind = (lambda value: isinstance(value, dict), "a section of keys and values")
@@ -70,7 +72,7 @@ def load_head(
     weights are missing or unknown, or have another shape."""
     config = read_head_config(name, target, trust_remote_code=trust_remote_code)
     weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
-    weights.pop("t2d", None)
+    target_has_draft = weights.pop("t2d", None)
     if _EMBEDDING not in weights:
         weights[_EMBEDDING] = target_embedding(target, trust_remote_code=trust_remote_code)
     if "d2t" not in weights and config.draft_vocab_size == config.vocab_size:
@@ -88,7 +90,23 @@ def load_head(
     ids = head.draft_token_ids()
     if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
         raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")
+    _reject_contradiction(name, head, target_has_draft)
     return head.to(device, parse_dtype(dtype, device != "cpu")).eval().requires_grad_(False)
+
+
+def _reject_contradiction(name: str, head: EagleHead, t2d: torch.Tensor | None) -> None:
+    """Refuse a `d2t` that is not of offsets, which makes every draft wrong in silence."""
+    vocab, fix = head.config.vocab_size, "Fix: d2t[j] must be the target's id of draft token j, minus j."
+    if t2d is not None:
+        if t2d.shape != (vocab,):
+            raise ModelLoadError(f"t2d of the EAGLE head {name!r} has shape {tuple(t2d.shape)}, not ({vocab},). {fix}")
+        expected = torch.zeros(vocab, dtype=torch.bool)
+        expected[head.draft_token_ids()] = True
+        if wrong := int((t2d.bool() != expected).sum()):
+            raise ModelLoadError(f"d2t and t2d of the EAGLE head {name!r} contradict each other at {wrong} ids. {fix}")
+    # Offsets of a vocabulary of frequent tokens stay equal from one id to the next; ids never do.
+    elif len(head.d2t) >= _MOST_APART and bool((head.d2t.diff() > 0).all()):
+        raise ModelLoadError(f"d2t of the EAGLE head {name!r} holds ids, not offsets: no two are equal. {fix}")
 
 
 def save_head(head: EagleHead, folder: Path) -> None:

@@ -94,6 +94,16 @@ def test_what_the_user_set_applies_to_every_cluster(
         assert discovery.read_token(variables) == token
 
 
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_named_file_of_a_token_that_cannot_be_read_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / name))
+    with pytest.raises(ClusterError, match=rf"RAY_AUTH_TOKEN_PATH names {tmp_path / name}, which cannot be read \("):
+        discovery.read_token({})
+
+
 def test_a_private_cluster_has_a_token_of_its_own_that_other_processes_find(home: Path) -> None:
     folder = make_owned_folder(discovery.PRIVATE_FOLDER, home)
     variables = discovery.new_token(folder)

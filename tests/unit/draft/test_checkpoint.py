@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead
 from tests.tiny import tiny_target
 from tests.unit.draft.test_eagle import head
 
@@ -59,7 +61,9 @@ def test_the_format_of_the_authors_loads(tmp_path: Path) -> None:
     facts["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in trained_weights(first).items()}
-    mapping = {"d2t": first.d2t, "t2d": torch.zeros(512, dtype=torch.bool)}
+    target_has_draft = torch.zeros(512, dtype=torch.bool)
+    target_has_draft[first.draft_token_ids()] = True
+    mapping = {"d2t": first.d2t, "t2d": target_has_draft}
     torch.save({**weights, **mapping}, tmp_path / "pytorch_model.bin")
     second = load_head(str(tmp_path), str(tiny_target()))
     assert all(torch.equal(tensor, second.state_dict()[key]) for key, tensor in first.state_dict().items())
@@ -133,3 +137,23 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelLoadError, match="cannot be read"):
         load_head(str(tmp_path), str(tiny_target()))
+
+
+def of_mapping(folder: Path, **mapping: torch.Tensor | None) -> str:
+    """The error of loading a head of 128 draft tokens whose tensors of these names are others, or are missing."""
+    from safetensors.torch import load_file, save_file
+
+    save_head(EagleHead(dataclasses.replace(head().config, draft_vocab_size=128)), folder)
+    weights = {**load_file(folder / "model.safetensors"), **mapping}
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError) as caught:
+        load_head(str(folder), str(tiny_target()))
+    return str(caught.value)
+
+
+def test_offsets_that_contradict_the_ids_of_the_target_are_refused(tmp_path: Path) -> None:
+    size, shown = 128, torch.zeros(512, dtype=torch.bool)
+    assert "contradict each other" in of_mapping(tmp_path, d2t=torch.arange(size))
+    assert "contradict each other" in of_mapping(tmp_path, t2d=shown)
+    assert "has shape (511,), not (512,)" in of_mapping(tmp_path, t2d=shown[:511].clone())
+    assert "holds ids, not offsets" in of_mapping(tmp_path, d2t=torch.arange(size), t2d=None)

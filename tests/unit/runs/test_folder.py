@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from specactor_ray.runs.folder import RunInUseError, RunLease
+from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import InputError
+from specactor_ray.runs import folder as runs
+from specactor_ray.runs.folder import RunInUseError, RunLease, lease_unfinished
 
 
 def test_a_second_holder_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
@@ -58,3 +61,57 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
     else:
         with pytest.raises(OSError, match="no"):
             RunLease(tmp_path)
+
+
+def run_folder(base: Path, name: str) -> Path:
+    (base / name).mkdir()
+    (base / name / "partial").write_text("")
+    return base / name
+
+
+def test_runs_that_end_are_removed_or_cannot_be_locked_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("removed", "ends", "foreign", "mine")
+    folders = {name: run_folder(tmp_path, name) for name in names}
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling" / "partial").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(runs, "_newest_first", lambda base, file: [base / name / file for name in names])
+
+    class Lease(RunLease):
+        def __init__(self, folder: Path) -> None:
+            if folder == folders["foreign"]:
+                raise PermissionError(errno.EACCES, "Permission denied", str(folder / "run.lock"))
+            if folder == folders["ends"]:
+                (folder / "partial").unlink()
+            if folder == folders["removed"]:
+                (folder / "partial").unlink()
+                folder.rmdir()
+            super().__init__(folder)
+
+    monkeypatch.setattr(runs, "RunLease", Lease)
+    config = from_mapping({"run": {"dir": str(tmp_path)}})
+    found = lease_unfinished(config, "partial", lambda folder: True)
+    assert found is not None and found[0] == folders["mine"]
+    found[1].release()
+    assert not folders["removed"].exists()
+    assert all(f"leaves out {name}: " in caplog.text for name in ("removed", "ends", "foreign"))
+
+
+def test_the_newest_run_comes_first_and_what_vanishes_is_none(tmp_path: Path) -> None:
+    import os
+
+    for age, name in enumerate(("b", "a", "c")):
+        os.utime(run_folder(tmp_path, name) / "partial", (age, age))
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling" / "partial").symlink_to(tmp_path / "nowhere")
+    assert [path.parent.name for path in runs._newest_first(tmp_path, "partial")] == ["c", "a", "b"]
+    assert runs._newest_first(tmp_path / "nowhere", "partial") == []
+
+
+def test_a_named_run_that_cannot_be_locked_is_refused_by_its_folder(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "mine")
+    (folder / "run.lock").mkdir()  # no file can be opened there
+    config = from_mapping({"run": {"dir": str(tmp_path), "name": "mine"}})
+    with pytest.raises(InputError, match=r"run\.dir: .*mine.* cannot be written to"):
+        lease_unfinished(config, "partial", lambda folder: True)
