@@ -153,7 +153,7 @@ class Proposer(abc.ABC):
     @classmethod
     def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`)."""
-        return cls(config)  # type: ignore[call-arg]  # the constructor of a class that does not override this
+        return cls(config)  # the constructor of a class that does not override this
 
 
 def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
