@@ -18,13 +18,14 @@ from typing import Any, Protocol
 
 import psutil
 import ray
+from ray._raylet import PlacementGroupID
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import usable_cores
-from specactor_ray.cluster.names import NAMESPACE, actor_name, random_suffix
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, random_suffix, run_and_actor
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.leftovers import start_ticks
 
@@ -191,6 +192,27 @@ def start_here(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
     """Make a named actor of a run, on this node and with this process's lifetime. Returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return make_actor(cls, actor_name(run, actor_id), here, *arguments, num_cpus=0)
+
+
+def remove_left(ended: str = "") -> None:
+    """Kill the actors of a run that has ended, and remove the placement groups of all runs without a controller: Ray
+    keeps a group until its whole job ends, even if the actor that made it is gone."""
+    groups = [
+        (group_id, run_and_actor(facts["name"])[0])
+        for group_id, facts in placement_group_table().items()
+        if facts["state"] != "REMOVED"
+    ]
+    alive = set[str]()
+    for actor in ray.util.list_named_actors(all_namespaces=True):  # after the groups: those were made by living ones
+        run, actor_id = run_and_actor(actor["name"])
+        if actor["namespace"] == NAMESPACE and run == ended:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+        elif actor["namespace"] == NAMESPACE and actor_id == CONTROLLER:
+            alive.add(run)
+    for group_id, run in groups:
+        if run and run not in alive:
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
 
 
 def on_node(node_id: str) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
-from specactor_ray.cluster.backend import Backend, RayBackend, start_here
+from specactor_ray.cluster.backend import Backend, RayBackend, remove_left, start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import list_runs
-from specactor_ray.cluster.names import CONTROLLER, new_run_name
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, new_run_name
 from specactor_ray.config.methods import draft_actors, drafter_specs
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.elastic import Elastic, scale_refusal
@@ -32,6 +32,7 @@ from specactor_ray.controller.sync import PeerSync, WeightSync
 from specactor_ray.core.clock import Clock, Thread
 from specactor_ray.core.errors import CallError, ConfigError, SpecActorError
 from specactor_ray.core.metrics import Row, controller_rows
+from specactor_ray.core.signals import signals_deferred
 from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ _TICK_S = 0.2
 _START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
 """Seconds between two rounds while weights are in flight."""
+_END_S = STOP_TIMEOUT_S + GONE_TIMEOUT_S + 30.0
+"""Longest wait for the orderly end of a run."""
 
 
 class _Once(Generic[T]):
@@ -258,22 +261,41 @@ def start_controller(
     config: Config,
     classes: ActorClasses | None = None,
     limits: ReplacementLimits | None = None,
+    held: contextlib.ExitStack | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, a named actor that ends with this process, and start the run. Returns the
-    controller and the name of the run. Errors are those of `Controller.start`."""
+    controller and the name of the run, whose end is added to `held`. Errors are those of `Controller.start`; nothing of
+    the run is left then."""
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
-    handle = start_here(run, CONTROLLER, Controller, config, run, classes, limits)
+    remove_left()
+    if held is not None:
+        held.callback(end_run, run)
     attempts = (limits or ReplacementLimits()).max_start_failures
     # The controller ends a start long before this, unless it hangs.
     limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)
     try:
-        Calls().ask(handle, "start", deadline_s=limit_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S + 30.0)
+        handle = start_here(run, CONTROLLER, Controller, config, run, classes, limits)
+        Calls().ask(handle, "start", deadline_s=limit_s + _END_S)
     except CallError as error:
-        ray.kill(handle)
+        end_run(run)
         raise SpecActorError(f"run {run} did not start: {error}") from None
-    except BaseException:  # also on an interruption: the controller's actors and placement groups end with it
-        ray.kill(handle)
+    except BaseException:  # also on an interruption
+        end_run(run)
         raise
     return handle, run
+
+
+def end_run(run: str) -> None:
+    """End all actors of a run in order, then by force what is left of it, placement groups included. Idempotent."""
+    try:
+        controller = ray.get_actor(actor_name(run, CONTROLLER), namespace=NAMESPACE)
+        Calls().ask(controller, "shutdown", deadline_s=_END_S)
+    except ValueError:
+        logger.debug("run %s has no controller any more", run)
+    except SpecActorError as error:
+        logger.error("the controller did not shut down in order (%s); its actors are killed", error)
+    finally:
+        with signals_deferred():
+            remove_left(run)

@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import ray
-
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
@@ -19,7 +17,7 @@ from specactor_ray.config.methods import unused_branches
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
-from specactor_ray.core.errors import InputError, SpecActorError
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import interruption
@@ -66,23 +64,27 @@ class Rollout(RunClient):
         self.config = config
         if unused := unused_branches(config):
             logger.warning("%s", unused)
-        self._connection: Connection = connect(config.cluster)
+        self._held = contextlib.ExitStack()
+        """All that `close` ends, the last one first."""
         compiling = "the first start on a machine compiles kernels, for up to a minute"
-        with start_phase(f"starting {config.mode.value} actors", compiling):
-            try:
-                controller, self.run_name = start_controller(config)
+        try:
+            self._connection: Connection = self._held.enter_context(connect(config.cluster))
+            with start_phase(f"starting {config.mode.value} actors", compiling):
+                controller, self.run_name = start_controller(config, held=self._held)
                 super().__init__(config, controller, Calls())
+                self._held.callback(self.engine.close)
                 self.engine.tokenizer, self.engine.chat = self._tokenizer, config.data.chat
                 self.engine.sampling, self.engine.text_options = config.sampling, text_options(config.data)
                 self.engine.context = context_tokens(config, load_target_config(config).get_text_config())
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    logger.warning("%s: ending what has started, some seconds", interruption(error))
-                self._connection.close()
-                raise
-        self._ends = SYSTEM.event()
-        self._exporting = SYSTEM.spawn(self._export_metrics, "metrics")
-        logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
+            self._ends = SYSTEM.event()
+            self._held.callback(self._ends.set)
+            self._exporting = SYSTEM.spawn(self._export_metrics, "metrics")
+            logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                logger.warning("%s: ending what has started, some seconds", interruption(error))
+            self._held.close()
+            raise
 
     @classmethod
     def from_config(cls, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> Rollout:
@@ -104,14 +106,7 @@ class Rollout(RunClient):
             return
         self._ends.set()
         self._exporting.join(INTERVAL_S)
-        try:
-            self.shutdown()
-        except SpecActorError as error:
-            logger.error("the controller did not shut down in order (%s); its actors end with it", error)
-        finally:
-            self.engine.close()
-            ray.kill(self._controller)
-            self._connection.close()
+        self._held.close()
 
     def stream(
         self,

@@ -192,7 +192,7 @@ class TrainerGroup(TrainerRanks):
         self._config = config
         self._group: PlacementGroup | None = None
         try:
-            self._place()
+            self._place(run)
             self._ranks = [self._launch(run, rank) for rank in range(config.trainer.ranks)]
             self._meet(checkpoint)
         except BaseException:
@@ -214,13 +214,15 @@ class TrainerGroup(TrainerRanks):
             remove_placement_group(self._group)
             self._group = None
 
-    def _place(self) -> None:
+    def _place(self, run: str) -> None:
         trainer, limit_s = self._config.trainer, self._config.cluster.placement_timeout_s
         if trainer.cores is None and not trainer.gpus:
             return
         demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
         supply = cluster_supply()
-        self._group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", lifetime=None)
+        self._group = placement_group(
+            [demand.bundle()] * trainer.ranks, strategy="PACK", name=actor_name(run, "trainer")
+        )
         if not self._group.wait(limit_s):
             table = demand_against_supply([demand] * trainer.ranks, supply)
             raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")

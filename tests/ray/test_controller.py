@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -221,3 +222,64 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
     assert len(pids) == 2
     wait_until(lambda: not groups_left(), "no placement group left")
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
+
+
+STAGES = ["start_here", "Calls.ask", "RunClient.__init__", "Engine", "spawn"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Twice, with the exceptions kept: a notebook keeps the last one."""
+    from specactor_ray.cluster.calls import Calls
+    from specactor_ray.controller import controller
+    from specactor_ray.rollout import rollout
+
+    def then_interrupted(first: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*arguments: Any, **options: Any) -> Any:
+            first(*arguments, **options)
+            raise KeyboardInterrupt
+
+        return both
+
+    start, kept = start_controller, list[BaseException]()
+    monkeypatch.setattr(rollout, "prepare", lambda config: (config, None))
+    monkeypatch.setattr(rollout, "load_target_config", Mock())
+    monkeypatch.setattr(rollout, "context_tokens", lambda *_: 64)
+    monkeypatch.setattr(rollout, "start_controller", lambda config, held: start(config, FAKES, QUICK, held))
+    if stage == "start_here":
+        monkeypatch.setattr(controller, "start_here", then_interrupted(controller.start_here))
+    elif stage == "Calls.ask":
+        ask = Calls.ask
+
+        def asked(calls: Calls, actor: Any, method: str, *arguments: Any, deadline_s: float) -> Any:
+            if method == "start":
+                wait_until(groups_left, "a placement group")
+                raise KeyboardInterrupt
+            return ask(calls, actor, method, *arguments, deadline_s=deadline_s)
+
+        monkeypatch.setattr(Calls, "ask", asked)
+        monkeypatch.setattr(controller, "start_here", begun(controller.start_here))
+    elif stage == "RunClient.__init__":
+        monkeypatch.setattr(rollout.RunClient, "__init__", then_interrupted(lambda *_: None))
+    elif stage == "Engine":
+        monkeypatch.setattr(rollout.RunClient, "__init__", then_interrupted(rollout.RunClient.__init__))
+    else:
+        monkeypatch.setattr(rollout.Rollout, "_export_metrics", property(then_interrupted(lambda _self: None)))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            rollout.Rollout(make_config())
+        kept.append(caught.value)
+        assert not groups_left() and not list_runs()
+    wait_until(lambda: ray.available_resources().get("CPU") == 6.0, "all cores free")
+    assert ray.is_initialized() and len(kept) == 2
+
+
+def begun(start_here: Callable[..., Any]) -> Callable[..., Any]:
+    """Also begins the run's start, as an interrupted call has."""
+
+    def both(*arguments: Any) -> Any:
+        handle = start_here(*arguments)
+        handle.start.remote()
+        return handle
+
+    return both
