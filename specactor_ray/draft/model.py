@@ -225,7 +225,10 @@ class DraftModelProposer(ModelProposer):
     @classmethod
     def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         assert config.model is not None  # validated
-        model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        trust, longest = config.trust_remote_code, target.max_model_len
+        model = load_model(
+            config.model, dtype=config.dtype, device=device, trust_remote_code=trust, max_model_len=longest
+        )
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
         return cls(RaggedModel(model, cache), config.max_batch, config.branches)

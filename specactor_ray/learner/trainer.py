@@ -59,7 +59,8 @@ class Trainer:
     def layout(self) -> WeightLayout:
         """The layout of the weights for verifiers."""
         target, size = self._config.target, self._config.trainer.weight_bucket_mb * 2**20
-        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=target.trust_remote_code)
+        trust, longest = target.trust_remote_code, target.max_model_len
+        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=trust, max_model_len=longest)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights as verifiers hold them, bucket by bucket; None on ranks other than 0. All ranks iterate
@@ -107,8 +108,8 @@ class Trainer:
         return PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
 
     def _load(self, name: str) -> Any:
-        target = self._config.target
-        return load_model(name, device=str(self._device), trust_remote_code=target.trust_remote_code)
+        trust, longest = self._config.target.trust_remote_code, self._config.target.max_model_len
+        return load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
 
 
 def _numel(weight: torch.Tensor) -> int:

@@ -86,20 +86,26 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """A decoder-only model, ready for inference: evaluation mode, no gradients.
 
     Args:
         dtype: `float32`, `bfloat16`, `float16` or `auto`.
         trust_remote_code: Run model code of the checkpoint.
+        max_model_len: Most tokens of a sequence, by which some models choose their positions (`models/rotary.py`);
+            None: the model's whole context.
     """
     with _open(name, trust_remote_code) as (source, access):
         from transformers import AutoModelForCausalLM
+
+        from specactor_ray.models.rotary import fix_positions
 
         auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
         kind = parse_dtype(dtype, device != "cpu")
         model, info = auto.from_pretrained(source, **access, dtype=kind, output_loading_info=True)
     _reject_incomplete_weights(name, info)
+    fix_positions(model, max_model_len)
     model.to(device).eval().requires_grad_(False)
     return model
 

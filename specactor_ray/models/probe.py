@@ -14,6 +14,7 @@ from specactor_ray.core.errors import WeightsError
 from specactor_ray.core.types import Probe
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_empty_model, parse_dtype
+from specactor_ray.models.rotary import fix_positions
 
 PROBE_LENGTH = 48
 
@@ -23,9 +24,17 @@ def probe_tokens(vocab_size: int, length: int = PROBE_LENGTH) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, length, np.int32)
 
 
-def probe_of(name: str, dtype: str, weights: Mapping[str, torch.Tensor], *, trust_remote_code: bool = False) -> Probe:
-    """What transformers computes on the CPU for the model `name` in `dtype` with these weights, which are not copied.
-    Raises WeightsError if they are incomplete, or give no finite numbers."""
+def probe_of(
+    name: str,
+    dtype: str,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    trust_remote_code: bool = False,
+    max_model_len: int | None = None,
+) -> Probe:
+    """What transformers computes on the CPU for the model `name` in `dtype` with these weights, which are not copied,
+    and with the positions of a context of `max_model_len` tokens (None: the model's). Raises WeightsError if they are
+    incomplete, or give no finite numbers."""
     empty = load_empty_model(name, trust_remote_code=trust_remote_code)
     state, kind = dict(weights), parse_dtype(dtype)
     with quiet_transformers():
@@ -34,6 +43,7 @@ def probe_of(name: str, dtype: str, weights: Mapping[str, torch.Tensor], *, trus
         )
     if info["missing_keys"]:
         raise WeightsError(f"the weights lack {sorted(info['missing_keys'])[0]}")
+    fix_positions(model, max_model_len)
     tokens = probe_tokens(empty.config.get_text_config().vocab_size)
     model.eval()
     logprobs = eager_logprobs(model, tokens)

@@ -27,6 +27,7 @@ from specactor_ray.models.packed_linear import (
 )
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
+from specactor_ray.models.rotary import fix_positions
 from specactor_ray.models.threads import thread_count
 
 HEAD_INPUT = -1
@@ -70,6 +71,7 @@ class RaggedModel:
         self._threads = thread_count() if self.device.type == "cpu" else None
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+        fix_positions(model)
         self._tied = tied(model)
         self._pad_to = [0]
         _replace_attention(model)

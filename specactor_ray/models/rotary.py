@@ -1,8 +1,9 @@
 """Rotary positions that do not depend on the other sequences of a forward.
 
-In models with `longrope` (Phi-3 128k, Phi-4-mini) or `dynamic` positions transformers chooses the frequencies of a whole
-forward by its longest sequence, so a sequence would change when it crosses a length, or beside a longer one. Here the
-frequencies are chosen once, for the longest sequence that can occur, as in vLLM.
+In models with `longrope` (Phi-3 128k, Phi-4-mini) or `dynamic` positions transformers chooses the frequencies of a
+whole forward by its longest sequence, so a sequence would change when it crosses a length, or beside a longer one. Here
+they are chosen once, for the longest sequence that can occur: `longrope` has its long factors whenever this exceeds the
+original length, as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-_BY_LENGTH = ("longrope", "dynamic", "su")
+_BY_LENGTH = ("longrope", "dynamic")
 """Kinds of positions whose frequencies depend on the longest sequence."""
 
 
-def fix_positions(model: nn.Module, max_model_len: int) -> None:
+def fix_positions(model: Any, max_model_len: int | None = None) -> None:
     """Choose the frequencies of a loaded transformers model as transformers does for a sequence of `max_model_len`
-    tokens. Other kinds of positions are left as they are; a second call changes nothing."""
+    tokens; None: of the model's whole context. No sequence may be longer. Other kinds of positions are left as they
+    are; a second call changes nothing."""
+    if not depends_on_length(model.config):
+        return
+    longest = max_model_len or model.config.get_text_config().max_position_embeddings
     for module in model.modules():
         if hasattr(module, "inv_freq") or "rotary" in type(module).__name__.lower():
-            _fix(module, max_model_len)
+            _fix(module, longest)
 
 
 def depends_on_length(config: Any) -> bool:
     """Whether a configuration, or the text configuration in it, has positions that `fix_positions` fixes."""
-    parts = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    parts = [getattr(config, "rope_parameters", None)]
     parts += [inner for part in parts if isinstance(part, dict) for inner in part.values()]
     kinds = {str(part.get("rope_type", part.get("type"))) for part in parts if isinstance(part, dict)}
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     return not kinds.isdisjoint(_BY_LENGTH) or (text is not config and depends_on_length(text))
 
 

@@ -123,15 +123,25 @@ class WeightLayout:
     dtypes: Mapping[str, torch.dtype]
     """Name → data type in which it is sent (`weight_dtypes`)."""
     bucket_bytes: int
+    max_model_len: int | None = None
+    """Most tokens of a sequence in the engines; None: the model's whole context."""
 
     @classmethod
-    def of(cls, model: str, dtype: str, bucket_bytes: int, *, trust_remote_code: bool = False) -> WeightLayout:
+    def of(
+        cls,
+        model: str,
+        dtype: str,
+        bucket_bytes: int,
+        *,
+        trust_remote_code: bool = False,
+        max_model_len: int | None = None,
+    ) -> WeightLayout:
         """The layout for engines that load this model in `dtype`, such as `float32`. Reads no weights."""
         empty = load_empty_model(model, trust_remote_code=trust_remote_code)
         empty.tie_weights()
         shapes = {name: tuple(weight.shape) for name, weight in named_weights(empty, every_name=True)}
         dtypes = weight_dtypes(empty, parse_dtype(dtype))
-        return cls(model, dtype, trust_remote_code, shapes, tied(empty), dtypes, bucket_bytes)
+        return cls(model, dtype, trust_remote_code, shapes, tied(empty), dtypes, bucket_bytes, max_model_len)
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
         """The weights in buckets. Raises the errors of `fitting_weights`."""
@@ -141,7 +151,8 @@ class WeightLayout:
     def probe(self, buckets: Iterable[WeightBucket]) -> Probe:
         """What transformers computes with the weights in these buckets; see `probe_of`."""
         weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
-        return probe_of(self.model, self.dtype, weights, trust_remote_code=self.trust_remote_code)
+        trust, longest = self.trust_remote_code, self.max_model_len
+        return probe_of(self.model, self.dtype, weights, trust_remote_code=trust, max_model_len=longest)
 
 
 def fitting_weights(weights: Weights, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -246,9 +246,11 @@ def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
 
 
 def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
-    """Check the context: vLLM scales the positions of some models; `hf` is limited to the context of the model."""
+    """Check the context: vLLM scales the positions of some models (not `longrope` and `dynamic`, whose context includes
+    it or has no angles beyond); `hf` is limited to the context of the model."""
     rope = getattr(text, "rope_parameters", None) or {}
-    fixed = config.target.backend != "vllm" or rope.get("rope_type", "default") == "default"
+    scaled = rope.get("rope_type", "default") not in ("default", "longrope", "dynamic")
+    fixed = config.target.backend != "vllm" or not scaled
     longest, wanted = context_of(text), config.target.max_model_len
     if wanted and longest and wanted > longest and fixed:
         problem = f"{wanted}, but {config.target.model} was made for {longest} tokens."

@@ -224,7 +224,8 @@ class Rollout(RunClient):
         """Layout in which another process packs weights of the target, for `update_weights` with a `WeightSet`."""
         target = self.config.target
         size, trust = self.config.trainer.weight_bucket_mb * 2**20, target.trust_remote_code
-        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=trust)
+        longest = target.max_model_len
+        return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=trust, max_model_len=longest)
 
     def fallbacks(self) -> list[str]:
         """Slower fallbacks that actors use, each once, as far as the actors answer; and settings without effect."""

@@ -86,7 +86,10 @@ class HfEngine:
         """Load the configured model; `config` has a data type and a cache size. Raises ModelLoadError."""
         from specactor_ray.models.loading import eos_token_ids, load_model
 
-        loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        trust, longest = config.trust_remote_code, config.max_model_len
+        loaded = load_model(
+            config.model, dtype=config.dtype, device=device, trust_remote_code=trust, max_model_len=longest
+        )
         eos = eos_token_ids(loaded.generation_config, loaded.config)
         ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
         return cls(ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins)

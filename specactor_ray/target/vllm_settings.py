@@ -90,7 +90,7 @@ def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> di
         "revision": revision,
         "code_revision": revision,
         "dtype": config.dtype,
-        "max_model_len": config.max_model_len,
+        "max_model_len": config.max_model_len or _context_by_positions(config),
         "max_num_seqs": config.max_batch,
         "max_num_batched_tokens": step_tokens,
         "kv_cache_memory_bytes": cache,
@@ -120,6 +120,17 @@ def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> di
     if captured and not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
         arguments["cudagraph_capture_sizes"] = capture_sizes(config.max_batch, max_drafts, step_tokens) or None
     return {**arguments, **config.engine_arguments}
+
+
+def _context_by_positions(config: TargetConfig) -> int | None:
+    """The model's whole context if its positions depend on a length, as in `fix_positions`: vLLM's default is the
+    original length for `longrope` (short factors), and beyond its angles for `dynamic`. None: vLLM chooses."""
+    from specactor_ray.models.cache_size import context_of
+    from specactor_ray.models.loading import load_model_config
+    from specactor_ray.models.rotary import depends_on_length
+
+    model = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    return context_of(model.get_text_config()) if depends_on_length(model) else None
 
 
 def capture_sizes(max_batch: int, max_drafts: int, max_step_tokens: int) -> list[int]:

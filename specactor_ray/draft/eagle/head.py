@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specactor_ray.models.rotary import fix_positions
+
 Attend = Callable[..., torch.Tensor]
 """(attention module, query `(B, heads, N, dim)`, key and value `(B, kv_heads, N, dim)`, keyword arguments of the head's
 forward) → `(B, N, heads * dim)`."""
@@ -152,6 +154,8 @@ class EagleHead(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, llama.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
+        if not self.rotary.inv_freq.is_meta:
+            fix_positions(self.rotary)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def draft_token_ids(self) -> torch.Tensor:

@@ -63,6 +63,17 @@ def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch, backend: s
         check(monkeypatch, model, max_model_len=513, backend=backend)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_vllm_has_no_positions_beyond_such_contexts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
+    model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
+    check(monkeypatch, model, max_model_len=512, backend="vllm")
+    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
+        check(monkeypatch, model, max_model_len=513, backend="vllm")
+
+
 def test_models_that_do_not_only_decode_or_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
         preflight.check_target(config_with(model="/nowhere"))
