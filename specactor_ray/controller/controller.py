@@ -189,14 +189,13 @@ class Controller:
     def _start(self) -> ClusterView:
         """Run rounds until the run has started."""
         try:
-            supply = self._backend.supply()
             while True:
                 if self._stopping.is_set():
                     raise SpecActorError("the run was shut down while it started")
                 self._round(lambda _name, step: step())
                 if self._fleet.start_error is not None:
                     raise self._fleet.start_error
-                self._fleet.require_room(supply)
+                self._fleet.require_room()
                 if self._fleet.has_started(self._desired):
                     break
                 self._wake.wait(_START_TICK_S)

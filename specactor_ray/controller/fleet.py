@@ -120,6 +120,8 @@ class Fleet:
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
+        self._supply: Sequence[NodeSupply] = ()
+        """Resources just before the newest placement groups were requested."""
         self._is_placed = False
         """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
@@ -130,7 +132,7 @@ class Fleet:
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
         return all(serving[key] >= number for key, number in desired.items())
 
-    def require_room(self, supply: Sequence[NodeSupply]) -> None:
+    def require_room(self) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
         otherwise shows demand and supply."""
         cluster, now, problem = self._config.cluster, self._clock.now(), ""
@@ -138,14 +140,14 @@ class Fleet:
         pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
         waiting = [] if self._is_placed else pending
         self._is_placed = not waiting
-        if cluster.address == "local" and not can_ever_fit(demands, supply):
+        if cluster.address == "local" and not can_ever_fit(demands, self._supply):
             problem = "the run asks for more than its private cluster has"
         elif any(now - member.since > cluster.placement_timeout_s for member in waiting):
             names = ", ".join(sorted(member.seat.stem for member in waiting))
             count = f"{len(waiting)} of {len(self.members)} actors"
             problem = f"{count} found no room within {cluster.placement_timeout_s:g} s: {names}"
         if problem:
-            raise ClusterError(f"{problem}.\n{demand_against_supply(demands, supply)}")
+            raise ClusterError(f"{problem}.\n{demand_against_supply(demands, self._supply)}")
 
     def settle_pending(self) -> None:
         """Start the pending members whose seats have room now."""
@@ -168,14 +170,17 @@ class Fleet:
         if waiting:
             demands = [seat.demand for seat in self._seating.seats]
             more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            table = demand_against_supply(demands, self._backend.supply())
-            logger.warning("%s%s: no room on the cluster yet.\n%s", waiting[0], more, table)
+            table = demand_against_supply(demands, self._supply)
+            logger.warning("%s%s: not placed on the cluster yet.\n%s", waiting[0], more, table)
 
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""
         now = self._clock.now()
         self._observe(now)
-        for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
+        actions = list(decide(desired, list(self.members.values()), self.failures, now, self._limits))
+        if any(isinstance(action, Create) for action in actions):
+            self._supply = self._backend.supply()
+        for action in actions:
             if isinstance(action, Create):
                 self._create(action.key, now)
             else:
