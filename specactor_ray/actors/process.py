@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.specs import ActorSpec
+from specactor_ray.cluster.backend import end_with_raylet
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.methods import DrafterSpec
@@ -29,6 +30,7 @@ COMMAND_TIMEOUT_S = 300.0
 
 def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
     """Put the actor's id on log lines and bind the process to its cores. Call before torch does any work."""
+    end_with_raylet()
     line = f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s"
     logging.basicConfig(level=log_level, format=line, force=True)
     if cores:

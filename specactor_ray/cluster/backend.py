@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from specactor_ray.core.leftovers import start_ticks
 logger = logging.getLogger(__name__)
 
 _FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
+_RAYLET_CHECK_S = 5.0
 _KILL_GRACE_S, _KILL_TIMEOUT_S = 1.0, 10.0
 """Seconds from `ray.kill` to SIGKILL, in which a process may end by itself, and to the end of the watch."""
 
@@ -264,6 +266,20 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 # ---- processes ----
+
+
+def end_with_raylet() -> None:
+    """End this process of Ray when its node's raylet has. Ray's own check takes a raylet that is not reaped, as in a
+    container whose first process reaps none, for alive."""
+    raylet = int(os.environ.get("RAY_RAYLET_PID") or 0)
+
+    def watch() -> None:
+        while start_ticks(raylet) is not None:
+            SYSTEM.sleep(_RAYLET_CHECK_S)
+        os._exit(1)
+
+    if raylet and start_ticks(raylet) is not None:
+        threading.Thread(target=watch, name="raylet", daemon=True).start()
 
 
 def process_facts(_actor: Any) -> ProcessFacts:

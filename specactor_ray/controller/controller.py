@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
-from specactor_ray.cluster.backend import Backend, RayBackend, remove_left, start_here
+from specactor_ray.cluster.backend import Backend, RayBackend, end_with_raylet, remove_left, start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import list_runs
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, new_run_name
@@ -85,6 +85,7 @@ class Controller:
         limits: ReplacementLimits | None = None,
         backend: Backend | None = None,
     ) -> None:
+        end_with_raylet()
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
         self._config = config
         self._backend: Backend = backend if backend is not None else RayBackend()
