@@ -38,6 +38,11 @@ class PackedLinear(nn.Module):
         bias = {} if self._bias is None else {"bias": self._bias}
         return {"weight": self._packed.to_dense(), **bias}
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy of the weight, for modules that read it (routers)."""
+        return self._packed.to_dense()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 

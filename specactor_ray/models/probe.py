@@ -51,12 +51,26 @@ def probe_of(
         raise WeightsError(
             "the new weights give log-probabilities that are no finite numbers; the training has diverged"
         )
+    return _with_tolerance(model, tokens, logprobs, (name, dtype))
+
+
+def probe_model(model: Any, length: int = PROBE_LENGTH) -> Probe:
+    """What transformers computes for a loaded, unchanged model, on its device and in its data type."""
+    tokens = probe_tokens(model.get_input_embeddings().num_embeddings, length)
+    return _with_tolerance(model, tokens, eager_logprobs(model, tokens), None)
+
+
+def _with_tolerance(model: Any, tokens: np.ndarray, logprobs: np.ndarray, key: tuple[str, str] | None) -> Probe:
+    """A probe with the tolerance of the model's data type. `key`: under which its noise is kept."""
     probe = Probe(tokens, logprobs, _EXACT_NATS)
-    if kind == torch.float32:
+    if model.dtype == torch.float32:
         return probe
-    if (name, dtype) not in _noise:
-        _noise[name, dtype] = probe.gap(logprobs_as_set(model, tokens))
-    return probe._replace(tolerance=max(_ROUNDED_NATS, _TIMES_NOISE * _noise[name, dtype]))
+    noise = _noise.get(key) if key else None
+    if noise is None:
+        noise = probe.gap(logprobs_as_set(model, tokens))
+    if key:
+        _noise[key] = noise
+    return probe._replace(tolerance=max(_ROUNDED_NATS, _TIMES_NOISE * noise))
 
 
 _EXACT_NATS, _ROUNDED_NATS, _TIMES_NOISE = 1e-3, 0.05, 6.0

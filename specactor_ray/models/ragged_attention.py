@@ -24,6 +24,11 @@ from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary,
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 
 ATTENTION_NAME = "specactor_ragged"
+MASKED_NAME = "specactor_ragged_masked"
+"""The same attention, with the masks of layers, whose windows it records (`ShapeProbe`)."""
+_OTHER = -1
+_FEW = 64
+"""Positions at which a mask without a window is evaluated."""
 
 
 class RaggedBatch:
@@ -94,10 +99,25 @@ class RaggedBatch:
 
 
 class ShapeProbe:
-    """Replaces a batch in a forward that records the shapes of all layers."""
+    """Replaces a batch in a forward that records the shapes of all layers, and the windows of their masks."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+
+    @staticmethod
+    def record_window(module: nn.Module, mask: torch.Tensor | None) -> None:
+        """Keep the window of a layer's mask, which counts, whatever the layer passes on as its window."""
+        if mask is None:
+            return
+        if not hasattr(mask, "window"):
+            raise ModelLoadError(f"{type(module).__name__} changes its attention mask, so this engine cannot serve it")
+        if mask.window == _OTHER:
+            raise ModelLoadError(
+                f"the attention of {type(module).__name__} is not causal within a window (it sees later tokens, or "
+                "those of a chunk), so this engine cannot serve it. Fix: use a model whose tokens see all tokens "
+                "before them, or the last ones of these"
+            )
+        module.mask_window = mask.window
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -145,9 +165,10 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    rules = AttentionRules(
-        1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux
-    )
+    if isinstance(ragged_batch, ShapeProbe):
+        ragged_batch.record_window(module, attention_mask)
+    window: Any = module.__dict__.get("mask_window", sliding_window)
+    rules = AttentionRules(1 / math.sqrt(query.shape[3]) if scaling is None else scaling, window, softcap, s_aux)
     return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
@@ -179,9 +200,31 @@ def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: At
         )  # fmt: skip
 
 
-def register() -> str:
-    """Register `ragged_attention` with transformers; returns its name. Idempotent."""
-    from transformers import AttentionInterface
+def mask_with_window(
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """A mask of transformers' AttentionMaskInterface, with its `window` (int or None) as an attribute; `_OTHER` if it
+    is not causal, or hides more than what is outside of one window."""
+    mask, window = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool), None if use_vmap else local_size
+    size = window or _FEW
+    queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size - 1])[:, None]
+    keys = torch.arange(4 * size)[None]
+    expected = (keys <= queries) & (keys > queries - (window or 4 * size))
+    if use_vmap or not torch.equal(mask_function(0, 0, queries, keys).expand_as(expected), expected):
+        window = _OTHER
+    mask.window = window  # type: ignore[attr-defined]
+    return mask
 
-    AttentionInterface.register(ATTENTION_NAME, ragged_attention)
-    return ATTENTION_NAME
+
+def register() -> None:
+    """Register `ragged_attention` with transformers. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in (ATTENTION_NAME, MASKED_NAME):
+        AttentionInterface.register(name, ragged_attention)
+    AttentionMaskInterface.register(MASKED_NAME, mask_with_window)

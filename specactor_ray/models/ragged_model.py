@@ -15,8 +15,9 @@ import torch
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
+from specactor_ray.core.types import Probe
 from specactor_ray.models.cpu_layers import fuse
-from specactor_ray.models.loading import tied
+from specactor_ray.models.loading import tied, wrong_value_errors
 from specactor_ray.models.packed_linear import (
     PackedLinear,
     assign_weights,
@@ -26,14 +27,27 @@ from specactor_ray.models.packed_linear import (
     stale_weights,
 )
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
+from specactor_ray.models.probe import PROBE_LENGTH, probe_model
+from specactor_ray.models.ragged_attention import (
+    ATTENTION_NAME,
+    MASKED_NAME,
+    RaggedBatch,
+    ShapeProbe,
+    register,
+    to_device,
+)
 from specactor_ray.models.rotary import fix_positions
 from specactor_ray.models.threads import thread_count
 
+_REFUSED = {
+    "deepseek_v4": "attends to compressed keys of earlier tokens",
+    "minimax_m3_vl_text": "chooses the blocks of tokens that it attends to",
+}
+"""Type of a model → what it does at lengths that the comparison at load does not reach."""
+_FURTHEST_NATS = 0.01
+"""Largest difference of one log-probability from transformers', in float32, that rounding explains."""
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
-_CHECK_TOLERANCE = 0.05
-"""Largest difference, relative to the largest logit, between one forward and the same forward in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +71,9 @@ class RaggedModel:
             `HEAD_INPUT` stands for the states that enter the output layer.
 
     Raises:
-        ModelLoadError: The model's attention cannot be replaced, or it keeps state elsewhere than in keys and
-            values (recurrent layers), or the budget is too small for one page.
+        ModelLoadError: The model does not compute here what it computes in transformers: its attention cannot be
+            replaced, or is not causal within a window, or it keeps state elsewhere than in keys and values; or the
+            budget is too small for one page.
     """
 
     ids: np.ndarray | None = None
@@ -74,18 +89,33 @@ class RaggedModel:
         fix_positions(model)
         self._tied = tied(model)
         self._pad_to = [0]
-        _replace_attention(model)
-        if can_pack(self.device, self.dtype):
-            pack_linears(model)
-            packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-            self._pad_to = cheapest_row_counts(packed) if packed else [0]
+        _require_replaceable_attention(model)
         self._exported: dict[int, torch.Tensor] = {}
         self._hidden_layers = tuple(hidden_layers)
+        try:
+            self._prepare(cache_bytes)
+        except ModelLoadError:
+            raise
+        except wrong_value_errors() as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ModelLoadError(
+                f"{type(model).__name__} does not run over packed rows ({reason}), so this engine cannot serve it. "
+                "Fix: use another model, or target.backend=vllm"
+            ) from error
+
+    def _prepare(self, cache_bytes: int) -> None:
+        """Replace attention and linears, and compare the result with the model as it was."""
+        probe = probe_model(self.model, min(PROBE_LENGTH, self.max_positions))
+        register()
+        if can_pack(self.device, self.dtype):
+            pack_linears(self.model)
+            packed = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
+            self._pad_to = cheapest_row_counts(packed) if packed else [0]
         self._hook_hidden_layers()
         self.cache = self._make_cache(cache_bytes)
         if self.device.type == "cpu":
-            fuse(model, lambda: self._check_logits([np.arange(6) % self.vocab_size]))
-        self._check_split_forward()
+            fuse(self.model, self._warm_up)
+        self._check(probe)
 
     @torch.inference_mode()
     def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> RaggedOutput:
@@ -190,10 +220,12 @@ class RaggedModel:
 
     def _make_cache(self, cache_bytes: int) -> PagedCache:
         probe = ShapeProbe()
+        self.model.set_attn_implementation(MASKED_NAME)
         with torch.inference_mode():
             self._run(probe, *to_device((np.array([0, 0]), np.array([0, 1]), np.array([1])), self.device))
+        self.model.set_attn_implementation(ATTENTION_NAME)  # which needs no masks
         layers = sorted(probe.shapes)
-        if layers != list(range(len(layers))) or not layers:
+        if layers != list(range(len(layers))) or len(layers) < self.model.config.get_text_config().num_hidden_layers:
             raise ModelLoadError(
                 f"{type(self.model).__name__} does not run its attention through transformers' AttentionInterface "
                 "in every layer, so this engine cannot serve it"
@@ -206,39 +238,63 @@ class RaggedModel:
             )
         return cache
 
-    def _check_split_forward(self) -> None:
-        """Check that a forward in two parts equals one in a single part. It does not for models with recurrent
-        layers."""
-        tokens = (7 * np.arange(6) + 3) % self.vocab_size
-        whole = self._check_logits([tokens])
-        parts = self._check_logits([tokens[:4], tokens[4:]])
-        gap = float((whole - parts).abs().max() / whole.abs().max().clamp_min(1e-6))
-        if not gap <= _CHECK_TOLERANCE:
-            raise ModelLoadError(
-                f"{type(self.model).__name__} does not give the same logits when a sequence is fed in two parts "
-                f"(relative difference {gap:.3g}); it keeps state outside keys and values, which cannot be rolled back"
-            )
+    def _check(self, probe: Probe) -> None:
+        """Refuse a model that does not compute here what it computes in transformers: in two parts, the first beside
+        another row, with rejected tokens between them."""
+        tokens = probe.token_ids[: self.cache.slots // 2]
+        found = self._logprobs_in_parts(tokens)
+        gap, exact = probe.gap(found), self.dtype == torch.float32
+        furthest = float(np.abs(found - probe.logprobs[: len(found)]).max())
+        if gap <= probe.tolerance and (not exact or furthest <= _FURTHEST_NATS):  # the former is false for NaN
+            return
+        raise ModelLoadError(
+            f"{type(self.model).__name__} does not give the log-probabilities of transformers here: they differ by "
+            f"{gap:.3g} nats on average and {furthest:.3g} at most when a sequence is fed in two parts beside another "
+            f"one, and rounding explains {probe.tolerance:.3g}. It keeps state outside keys and values, or attends in "
+            "a way that this engine does not have. Fix: use another model, or target.backend=vllm"
+        )
 
-    def _check_logits(self, parts: Sequence[np.ndarray]) -> torch.Tensor:
-        row = self.cache.open(sum(map(len, parts)))
+    def _logprobs_in_parts(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 `(n - 1,)`: log-probabilities of the tokens from the second on."""
+        count, first = len(tokens), len(tokens) // 3
+        row, other = self.cache.open(count), self.cache.open(count // 2)
+        assert row is not None  # it takes half of the cache
+        one, logits = np.array([row]), []
+        beside = tokens[::-1][: count // 2] if other is not None else tokens[:0]
+        for part in (tokens[:first], tokens[:0:-1][:2], tokens[first:]):
+            rows = np.append(one, other) if len(beside) else one
+            counts = np.array([len(part), len(beside)][: len(rows)])
+            wanted = np.array([len(part), 0][: len(rows)])
+            logits.append(self.forward(rows, counts, np.concatenate([part, beside]), wanted).logits.float())
+            if len(logits) < 3:
+                self.cache.truncate(one, first)
+            beside = tokens[:0]
+        for opened in (row, other):
+            if opened is not None:
+                self.cache.free(opened)
+        scores = torch.log_softmax(torch.cat([logits[0], logits[2]])[:-1], dim=-1).cpu()
+        following = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
+        return scores.gather(1, following)[:, 0].numpy()
+
+    def _warm_up(self) -> None:
+        """One forward of a few tokens."""
+        row = self.cache.open(6)
         assert row is not None  # they fit into a page
-        for part in parts:
-            output = self.forward(np.array([row]), np.array([len(part)]), part, np.ones(1, np.int64))
+        self.forward(np.array([row]), np.array([6]), np.arange(6) % self.vocab_size, np.ones(1, np.int64))
         self.cache.free(row)
-        return output.logits.float()
 
 
 def _padded(array: np.ndarray, count: int, value: int) -> np.ndarray:
     return np.concatenate([array, np.full(count, value, array.dtype)]) if count else array
 
 
-def _replace_attention(model: Any) -> None:
+def _require_replaceable_attention(model: Any) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelLoadError(
             f"{type(model).__name__} does not support replaceable attention in transformers; "
             "use a model that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ... do)"
         )
-    name = register()
-    model.set_attn_implementation(name)
+    if (reason := _REFUSED.get(model.config.get_text_config().model_type)) is not None:
+        raise ModelLoadError(f"{type(model).__name__} {reason}, so this engine cannot serve it. Fix: use another model")
     model.eval()
     model.requires_grad_(False)

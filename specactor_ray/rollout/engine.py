@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -138,7 +137,7 @@ class Engine:
         submit = partial(self.submit, prompt, sampling, **options)
         if is_token_ids(prompt) and not self._must_wait():
             return submit()
-        begun, left = list[Handle](), threading.Event()
+        begun, left = list[Handle](), self.clock.event()
 
         def begin() -> Handle:
             begun.append(submit())

@@ -220,7 +220,7 @@ class TestOneRollout:
         done = rollout.generate(prompts, SAMPLING, n=SAMPLES)
         bad = {t.prompt_index: t.error for t in done if t.finish_reason == "error"}
         assert set(bad) == {3, 5, 7}
-        assert "vocabulary" in bad[3] and "must stay within" in bad[5] and "no tokens" in bad[7]
+        assert "vocabulary" in bad[3] and "a context of 512 tokens holds at most" in bad[5] and "no tokens" in bad[7]
         for trajectory in done:
             if trajectory.prompt_index not in bad:
                 assert trajectory.token_ids == plain[1.0][f"{trajectory.prompt_index}/{trajectory.sample_index}"]

@@ -264,7 +264,7 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
     kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
     for name in ("attend", "merge"):
         monkeypatch.setattr(kernels, name, NoKernel())
-    monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends
+    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
     monkeypatch.setattr(burst, "candidates_on_device", zeros)
     with attending(attend_on_gpu):
         drafter = make(capturer=Watching())

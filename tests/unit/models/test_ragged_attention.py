@@ -95,7 +95,7 @@ def test_nothing_in_a_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
             return run(batch, *arrays)
 
     with attending(attend_on_gpu):
-        monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends
+        monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
         model = RaggedModel(load(torch.float32), 8 << 20)
         attend, run = RaggedBatch.attend, model._run
         monkeypatch.setattr(RaggedBatch, "attend", watched)

@@ -1,0 +1,60 @@
+"""Families of causal language models that the `hf` engine is compared with transformers on, as tiny random models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_WINDOW: dict[str, Any] = {"sliding_window": 8}
+_SOME = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+PROVED: dict[str, dict[str, Any]] = {
+    "afmoe": {}, "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": _WINDOW, "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT, "ernie4_5": {}, "ernie4_5_moe": {}, "exaone4": _WINDOW, "flex_olmo": {}, "gemma": {},
+    "gemma2": _WINDOW, "gemma3_text": _WINDOW, "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_bigcode": {},
+    "gpt_neox": {}, "gpt_oss": _WINDOW, "granite": {}, "granitemoe": {}, "granitemoeshared": {}, "helium": {},
+    "hunyuan_v1_dense": {}, "hunyuan_v1_moe": {}, "jetmoe": {}, "llama": {}, "mimo_v2_flash": _WINDOW,
+    "minicpm3": _LATENT, "minimax_m2": {}, "ministral": _WINDOW, "ministral3": {}, "mistral": _WINDOW, "mixtral": {},
+    "nanochat": {}, "olmo": {"clip_qkv": 0.5}, "olmo2": {}, "olmo3": _WINDOW, "olmoe": {}, "opt": {}, "persimmon": {},
+    "phi": {}, "phi3": _WINDOW, "phimoe": _WINDOW, "qwen2": _SOME, "qwen2_moe": _SOME, "qwen3": _SOME, "qwen3_moe": {},
+    "seed_oss": {}, "smollm3": {}, "starcoder2": _WINDOW, "vaultgemma": _WINDOW,
+}  # fmt: skip
+"""`model_type` → settings beside those that all share."""
+REFUSED = {
+    "bamba": {}, "bert": {}, "bloom": {}, "deepseek_v32": _LATENT, "deepseek_v4": {}, "diffllama": {}, "doge": {},
+    "electra": {}, "falcon_h1": {}, "falcon_mamba": {}, "glm_moe_dsa": _LATENT, "gptj": {}, "granitemoehybrid": {},
+    "jamba": {}, "lfm2": {"layer_types": ["full_attention", "conv"]},
+    "llama4_text": {"attention_chunk_size": 8}, "mamba": {}, "minimax": {}, "minimax_m3_vl_text": {}, "mpt": {},
+    "nemotron": {}, "qwen3_next": {}, "recurrent_gemma": {}, "roberta": {}, "rwkv": {}, "stablelm": {},
+    "xlm-roberta": {},
+}  # fmt: skip
+"""The same for models that must be refused by name."""
+
+
+def make(kind: str, settings: dict[str, Any]) -> Any:
+    """A random model with weights large enough that errors of attention show."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+    try:
+        config = AutoConfig.for_model(kind, **{**sizes, **settings})
+    except (AttributeError, TypeError):  # a property in some classes
+        config = AutoConfig.for_model(kind, **{**{k: v for k, v in sizes.items() if k != "head_dim"}, **settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0.0, 0.2)
+    return model
