@@ -262,14 +262,14 @@ class RaggedModel:
         one, logits = np.array([row]), []
         beside = tokens[::-1][: count // 2] if other is not None else tokens[:0]
         for part in (tokens[:first], tokens[:0:-1][:2], tokens[first:]):
-            rows = np.append(one, other) if len(beside) else one
+            rows = np.array([row, other]) if len(beside) else one
             counts = np.array([len(part), len(beside)][: len(rows)])
             wanted = np.array([len(part), 0][: len(rows)])
             logits.append(self.forward(rows, counts, np.concatenate([part, beside]), wanted).logits.float())
             if len(logits) < 3:
                 self.cache.truncate(one, first)
             beside = tokens[:0]
-        for opened in (row, other):
+        for opened in (other, row):
             if opened is not None:
                 self.cache.free(opened)
         scores = torch.log_softmax(torch.cat([logits[0], logits[2]])[:-1], dim=-1).cpu()
