@@ -226,6 +226,7 @@ def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
 
 
 def similarity(sample: RewardSample) -> float:
-    """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal."""
+    """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal, 0.0 for an
+    empty one."""
     line = sample.text.strip().partition("\n")[0]
-    return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio()
+    return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio() if line else 0.0

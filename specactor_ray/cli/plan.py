@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
 from specactor_ray.core.console import make_console, make_table, say
+from specactor_ray.core.files import to_json
 
 if TYPE_CHECKING:
     from specactor_ray.plan.search import Plan
@@ -64,7 +64,7 @@ def plan(
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     found = make_plan(settings, usable_profile(settings))
     if as_json:
-        sys.stdout.write(json.dumps({**asdict(found), "chosen": asdict(found.chosen)}, indent=1) + "\n")
+        sys.stdout.write(to_json({**asdict(found), "chosen": asdict(found.chosen)}, indent=1) + "\n")
         return
     console = make_console()
     console.print(prediction_table(found))

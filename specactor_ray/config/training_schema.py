@@ -9,6 +9,9 @@ from typing import Any
 
 from specactor_ray.config.fields import at_least, limited, not_empty, one_of, positive
 
+LARGEST_REWARD = 1e18
+"""Largest absolute reward: float32, the type of losses, holds the square of a value of this size."""
+
 
 class AlgorithmName(str, Enum):
     """Policy-gradient algorithms; formulas and sources in `learner/algorithms.py`."""
@@ -108,7 +111,9 @@ class RewardConfig:
     timeout_s: float = positive(10.0)
     """Longest time for scoring one sample, in seconds."""
     failure_value: float | None = limited(
-        math.isfinite, "use a finite number, or null to leave such samples out.", default=None
+        lambda value: abs(value) <= LARGEST_REWARD,
+        f"use a number up to {LARGEST_REWARD:g}, or null to leave such samples out.",
+        default=None,
     )
     """Reward of a sample that could not be scored: a function raised or took too long, or its process died several
     times. Null leaves the sample out of training; the others of its group are compared without it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import stat
@@ -53,13 +54,30 @@ def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -
 
 def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = False, new: bool = False) -> None:
     """Write a JSON file as a whole; arguments and errors as in `write_text`."""
-    write_text(path, json.dumps(data, indent=indent) + "\n", shared, new)
+    write_text(path, to_json(data, indent=indent) + "\n", shared, new)
+
+
+def to_json(data: Any, **options: Any) -> str:
+    """`json.dumps` of strict JSON, which has no NaN and no infinity: such numbers become null."""
+    try:
+        return json.dumps(data, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(without_nan(data), allow_nan=False, **options)
+
+
+def without_nan(data: Any) -> Any:
+    """The same data with None in place of numbers that are not finite, in containers of any depth."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {without_nan(key): without_nan(value) for key, value in data.items()}
+    return [without_nan(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def append_json(path: Path, *rows: Mapping[str, Any]) -> None:
     """Append each row as a line of JSON. All are in the file then, or none (a full disk raises OSError)."""
     # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it anyway.
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(to_json(row, ensure_ascii=False) + "\n" for row in rows)
     data = text.encode("utf-8", "backslashreplace")
     with open(path, "ab", buffering=0) as file:  # one write: a signal between two would leave half a line
         begin = file.tell()

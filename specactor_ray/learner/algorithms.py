@@ -28,13 +28,35 @@ STALE_IMPORTANCE_CAP = 2.0
 _EPS = 1e-6
 SAME_REWARD = 1e-6
 """Rewards of a group that differ by no more than this are equal."""
+_ROUNDING = 1e-15
 
 
 # ---- advantages ----
 
 
+def group_advantages(
+    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Whether the outputs of one prompt are informative, their rewards with the overlong punishment, and their
+    advantages; `(G,)` float64.
+
+    A group is informative if its rewards differ, before and after the punishment; else its advantages are 0. Outputs of
+    equal reward would have the punishment alone as their advantage, divided by its own small deviation: the length
+    would be trained at full size. DAPO leaves such groups out, too, as its eq. 11 is about correctness.
+    """
+    shaped = shaped_rewards(recipe, rewards, lengths, max_tokens)
+    informative = bool(_differ(torch.tensor(rewards, dtype=torch.float64)) & _differ(shaped))
+    return informative, shaped, output_advantages(recipe, shaped[None])[0] * informative
+
+
+def _differ(rewards: torch.Tensor) -> torch.Tensor:
+    """Whether rewards `(..., G)` differ by more than `SAME_REWARD` and the rounding of float64; `(..., 1)` bool."""
+    low, high = rewards.aminmax(dim=-1, keepdim=True)
+    return high - low > torch.maximum(low.abs(), high.abs()).mul(_ROUNDING).clamp_min(SAME_REWARD)
+
+
 def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """`(groups, G)` rewards → advantages of whole outputs.
+    """`(groups, G)` rewards → advantages of whole outputs; float64.
 
     GRPO and DAPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), without
     the division if not `scale_by_std` (Dr. GRPO); RLOO: `A_i = r_i - mean of the other rewards of the group`
@@ -42,10 +64,10 @@ def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.T
     Zeros for a group whose rewards are all equal, not the rounding of their mean, which a division by a tiny deviation
     would turn into advantages; and for PPO, which estimates advantages per token.
     """
+    rewards = rewards.double()
     if uses_values(recipe):
         return torch.zeros_like(rewards)
-    low, high = rewards.aminmax(dim=1, keepdim=True)
-    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
+    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * _differ(rewards)
     if recipe.name is AlgorithmName.rloo:
         return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     return centred / (rewards.std(dim=1, keepdim=True) + _EPS) if recipe.scale_by_std else centred
@@ -59,8 +81,9 @@ def generalized_advantages(
 
     `rewards` at each token and `values` before it are `(B, T)`. The value after the last token is 0; tokens with mask 0
     take no time: the first token behind them follows the last one before them. Returns the advantages, and the returns
-    (advantage + value), 0 where the mask is 0.
+    (advantage + value), 0 where the mask is 0; both float64.
     """
+    rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(running)
@@ -76,11 +99,11 @@ def generalized_advantages(
 def shaped_rewards(
     recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
 ) -> torch.Tensor:
-    """`(B,)` rewards with DAPO's soft overlong punishment (eq. 13): over the last `overlong_buffer` of `max_tokens`,
-    linearly down to -1."""
-    shaped, buffer = torch.tensor(rewards, dtype=torch.float32), recipe.overlong_buffer
+    """`(B,)` float64 rewards with DAPO's soft overlong punishment (eq. 13): over the last `overlong_buffer` of
+    `max_tokens`, linearly down to -1."""
+    shaped, buffer = torch.tensor(rewards, dtype=torch.float64), recipe.overlong_buffer
     if buffer:
-        shaped += ((max_tokens - buffer - torch.tensor(lengths).float()) / buffer).clamp(-1.0, 0.0)
+        shaped += ((max_tokens - buffer - torch.tensor(lengths).double()) / buffer).clamp(-1.0, 0.0)
     return shaped
 
 

@@ -48,7 +48,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
     rewards: torch.Tensor
-    """`(B, T)` float32, assigned to the last token of the policy."""
+    """`(B, T)` float64, assigned to the last token of the policy."""
     advantages: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
 
@@ -89,7 +89,7 @@ def collate(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
     attention_mask[:, 0] = 1
     positions, targets = torch.zeros((rows, width), dtype=torch.long), torch.zeros((rows, width), dtype=torch.long)
     mask, logprobs = torch.zeros(rows, width), torch.zeros(rows, width)
-    rewards, advantages = torch.zeros(rows, width), torch.zeros(rows, width)
+    rewards, advantages = torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, width)
     for row, sample in enumerate(chosen):
         prompt_len, output_len = len(sample.prompt), len(sample.output)
         prompt, output = torch.tensor(sample.prompt), torch.tensor(sample.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import socket
@@ -112,6 +113,10 @@ class DeepSpeedEngine(TorchEngine):
         self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
+        if float(self.over_ranks(self._largest_gradient(), maximum=True)) == 0.0:
+            self.skip()
+            self._progress.tick()
+            return 0.0
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -119,12 +124,21 @@ class DeepSpeedEngine(TorchEngine):
         norm = self._engine.get_global_grad_norm()
         return float(norm if norm is not None else 0.0)
 
+    def _largest_gradient(self) -> torch.Tensor:
+        """Largest absolute element of this rank's share of the gradients; infinite if one of them is not finite."""
+        shares = [gradient for group in self._shares().values() for gradient in group or () if gradient.numel()]
+        largest = [torch.zeros((), device=self.device), *(share.abs().max().float() for share in shares)]
+        return torch.stack(largest).max().nan_to_num(math.inf)
+
     def skip(self) -> None:
         """Drop the gradients, reduced and not."""
-        optimizer = self._engine.optimizer
-        optimizer.zero_grad()
-        # Place of this rank's share between backward and step under ZeRO.
-        getattr(optimizer, "averaged_gradients", {}).clear()
+        self._engine.optimizer.zero_grad()
+        self._shares().clear()
+
+    def _shares(self) -> dict[int, list[torch.Tensor] | None]:
+        """This rank's share of the gradients, between backward and step."""
+        shares: dict[int, list[torch.Tensor] | None] = self._engine.optimizer.averaged_gradients
+        return shares
 
     def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         operations, on_device = torch.distributed.ReduceOp, values.to(self.device)

@@ -175,7 +175,8 @@ class TorchEngine:
         self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update, and drop the gradients. Returns the norm before clipping."""
+        """Clip, update, and drop the gradients; without an update if they are 0 or not finite. Returns the norm before
+        clipping."""
         norm = clipped_step(self._optimizer, self._config.max_grad_norm, learning_rate)
         self._progress.tick()
         return norm
@@ -223,11 +224,11 @@ class TorchEngine:
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float, learning_rate: float) -> float:
-    """Clip the gradients, update, and drop the gradients; without an update if they are not finite. Returns their norm
-    before clipping."""
+    """Clip the gradients, update, and drop the gradients; without an update if they are not finite, or 0, where the
+    optimizer's moments alone would move the weights. Returns their norm before clipping."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    if math.isfinite(norm):
+    if math.isfinite(norm) and norm > 0.0:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()

@@ -55,8 +55,7 @@ class PolicyUpdater:
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step (from 0); every rank gets all of them, in the same order. `seed` orders them
-        if there are several mini-batches. Returns metrics, the same on every rank; see `_Sums`. `skipped` counts
-        optimizer steps that were left out because the loss or the gradient was not finite."""
+        if there are several mini-batches. Returns metrics, the same on every rank; see `_Sums`."""
         sums = _Sums()
         rate = learning_rate(self._config, step)
         if not samples:  # for example if every rollout failed: a step without an update
@@ -112,21 +111,22 @@ class PolicyUpdater:
 
     def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
         """GAE for all samples of the step, whitened over them."""
-        recipe, moments = self._recipe, torch.zeros(3, dtype=torch.float64)
+        over_ranks, estimates = self._engine.over_ranks, list[torch.Tensor]()
         for item in items:
             assert item.old is not None  # scored just before
-            values = item.old.values
-            item.advantages, item.returns = generalized_advantages(
-                item.batch.rewards, values, item.batch.mask, recipe.gae_lambda
+            estimate, returns = generalized_advantages(
+                item.batch.rewards, item.old.values, item.batch.mask, self._recipe.gae_lambda
             )
-            a, mask = item.advantages.double(), item.batch.mask.double()
-            moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
-        moments = self._engine.over_ranks(moments)
-        mean = float(moments[1] / moments[0])
-        deviation = math.sqrt(max(float(moments[2] / moments[0]) - mean * mean, 0.0) + 1e-8)
-        for item in items:
-            assert item.advantages is not None
-            item.advantages = (item.advantages - mean) / deviation * item.batch.mask
+            item.returns = returns.float()
+            estimates.append(estimate)
+        masks = [item.batch.mask.double() for item in items]
+        count = over_ranks(_total(masks))
+        # Two passes: the difference of two large moments would be rounding.
+        mean = over_ranks(_total([a * mask for a, mask in zip(estimates, masks, strict=True)])) / count
+        centred = [(a - mean.to(a.device)) * mask for a, mask in zip(estimates, masks, strict=True)]
+        variance = over_ranks(_total([a.square() for a in centred])) / count
+        for item, a in zip(items, centred, strict=True):
+            item.advantages = (a / (variance + 1e-8).sqrt().to(a.device)).float()
 
     def _optimizer_step(self, mini_batch: Sequence[_Prepared], rate: float, sums: _Sums) -> None:
         bad = torch.zeros(1)
@@ -147,6 +147,7 @@ class PolicyUpdater:
         norm = self._engine.step(rate)
         if math.isfinite(norm):
             sums.grad_norms.append(norm)
+            sums.no_gradient += norm == 0.0
         else:
             sums.skipped += 1
 
@@ -178,6 +179,11 @@ class PolicyUpdater:
         return (per_token * weights).sum()
 
 
+def _total(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of all elements, a float64 scalar on the CPU."""
+    return torch.stack([value.sum().cpu() for value in values]).sum()
+
+
 def learning_rate(config: TrainerConfig, step: int) -> float:
     """Learning rate of a step (from 0): linear warm-up, then the schedule, which reaches 0 at step
     `trainer.steps`, one after the last."""
@@ -196,13 +202,17 @@ class _Sums:
     """Adds up metrics over micro-batches; `reduced` adds those of the ranks.
 
     Means per token: entropy, clip_fraction, kl, importance_weight, logprob_gap (|rollout - trainer|). Means per
-    optimizer step: loss, policy_loss, value_loss, grad_norm. Also logprob_gap_max and skipped.
+    optimizer step: loss, policy_loss, value_loss, grad_norm. Also logprob_gap_max, and the numbers of optimizer steps
+    left out: skipped, as the loss or the gradient was not finite, and no_gradient, as it was 0.
     """
 
-    ALWAYS = ("loss", "policy_loss", "entropy", "clip_fraction", "logprob_gap", "logprob_gap_max", "grad_norm")
+    ALWAYS = (
+        *("loss", "policy_loss", "entropy", "clip_fraction"),
+        *("logprob_gap", "logprob_gap_max", "grad_norm", "no_gradient"),
+    )
 
     def __init__(self) -> None:
-        self.skipped = 0
+        self.skipped = self.no_gradient = 0
         self.grad_norms: list[float] = []
         self._sums: dict[str, list[float]] = {}
         """Name → sum, and number of tokens; of a loss 0."""
@@ -231,5 +241,5 @@ class _Sums:
             engine.over_ranks(torch.tensor([self._gap_max], dtype=torch.float64), maximum=True)
         )
         metrics["grad_norm"] = sum(self.grad_norms) / max(len(self.grad_norms), 1)
-        metrics["skipped"] = float(self.skipped)
+        metrics["skipped"], metrics["no_gradient"] = float(self.skipped), float(self.no_gradient)
         return metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import flush_entry, parse_json, read_foreign
+from specactor_ray.core.files import flush_entry, parse_json, read_foreign, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +216,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _write_text(file: Path, data: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    file.write_text(to_json(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _step(path: Path) -> int:

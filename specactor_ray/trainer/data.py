@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
@@ -66,7 +67,7 @@ class TableSource:
 
     def __getitem__(self, index: int) -> Task:
         config, row = self._config, self._rows[index]
-        where = f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+        where = self._place(index)
         if not isinstance(row, Mapping):
             raise InputError(f"{where}: expected an object with {config.prompt_key!r} or 'messages'")
         key = config.prompt_key if config.prompt_key in row else "messages"
@@ -75,11 +76,38 @@ class TableSource:
         if key not in row:
             keys = ", ".join(sorted(row)) or "none"
             raise InputError(f"{where}: no key {config.prompt_key!r} (data.prompt_key); its keys are {keys}")
-        prompt, answer = row[key], row.get(config.answer_key)
+        prompt = row[key]
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
         rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
-        return Task(index, with_system_prompt(prompt, config), None if answer is None else str(answer), rest)
+        answer = _answer(row.get(config.answer_key), where, config.answer_key)
+        return Task(index, with_system_prompt(prompt, config), answer, rest)
+
+    def without_answer(self) -> str:
+        """Place of the first row without a reference answer, empty if there is none; of tables that are no file, only
+        the first row is read."""
+        rows = range(self._size if self._lines is not None else 1)
+        return next((self._place(index) for index in rows if not has_reference(self[index].answer)), "")
+
+    def _place(self, index: int) -> str:
+        return f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+
+
+def has_reference(answer: str | None) -> bool:
+    """Whether there is an answer to compare with: an empty one would reward empty outputs."""
+    return bool(answer and answer.strip())
+
+
+def _answer(value: Any, where: str, key: str) -> str | None:
+    """A reference answer as text: a text, or a number in its shortest form. Raises InputError for other types."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(
+            f"{where}: {key!r} is {clipped(value)}, and an answer is a text or a number. Fix: write it as the text that "
+            "outputs are compared with, or under another key, which a reward function finds in sample.metadata"
+        )
+    return str(value)
 
 
 class GymSource:
@@ -111,7 +139,12 @@ class GymSource:
     def __getitem__(self, index: int) -> Task:
         entry = self._tasks[index]
         prompt = with_system_prompt(entry["question"], self._config)
-        return Task(index, prompt, str(entry["answer"]), {"entry": dict(entry)})
+        answer = None if entry["answer"] is None else str(entry["answer"])
+        return Task(index, prompt, answer, {"entry": dict(entry)})
+
+    def without_answer(self) -> str:
+        """`data.path` if the first task has no reference answer, else empty."""
+        return "" if has_reference(self[0].answer) else f"data.path: {self._config.path}"
 
 
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:

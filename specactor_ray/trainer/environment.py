@@ -6,7 +6,6 @@ import ast
 import asyncio
 import inspect
 import json
-import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.rewards import RewardSample, Scorer
+from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward
 
 _KEY = "environment.name"
 
@@ -276,9 +275,7 @@ def checked_reply(reply: Any) -> Reply:
     if not isinstance(reply, Reply):
         raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
     try:
-        reward = float(reply.reward)
-    except (TypeError, ValueError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no finite number")
+        reward = checked_reward(float(reply.reward))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}: {error}") from None
     return Reply([] if reply.done else checked_messages(reply.messages, "step"), reward, bool(reply.done))

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import SAME_REWARD, output_advantages, shaped_rewards, uses_values
+from specactor_ray.learner.algorithms import group_advantages, uses_values
 from specactor_ray.learner.batching import Sample
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
@@ -31,12 +31,6 @@ Group = list[tuple[Trajectory, float]]
 """The samples of one prompt that have a reward."""
 
 
-def is_informative(group: Group) -> bool:
-    """Whether its rewards differ, so that its advantages are not all zero (DAPO eq. 11)."""
-    rewards = [reward for _, reward in group]
-    return len(rewards) > 1 and max(rewards) - min(rewards) > SAME_REWARD
-
-
 @dataclass(slots=True)
 class Experience:
     """Samples of one training step, and observations of their making."""
@@ -47,7 +41,9 @@ class Experience:
     rewards: list[float] = field(default_factory=list)
     """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
     dull_groups: int = 0
-    """Number of groups whose rewards are all equal."""
+    """Number of groups whose rewards are all equal, before or after the overlong punishment."""
+    groups: int = 0
+    """Number of all groups."""
     rounds: int = 1
     failures: dict[str, Counter[str]] = field(default_factory=lambda: {"reward": Counter(), "rollout": Counter()})
     """Part that failed → reason → number of samples."""
@@ -77,20 +73,23 @@ class ExperienceMaker:
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
-        prompts, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, the dull ones are used."""
+        prompts, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, the dull ones of the last
+        round are used: they have no advantages, but may have a divergence, an entropy and values to train."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
-        experience, kept, dull = Experience(), list[Group](), list[Group]()
+        experience, kept, dull = Experience(), list[list[Sample]](), list[list[Sample]]()
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
             groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
             experience.rounds = number + 1
+            experience.groups += len(groups)
+            dull.clear()
             for group in groups:
-                informative = is_informative(group)
-                (kept if informative or not dynamic else dull).append(group)
+                informative, samples = self._compared(group)
+                (kept if informative or not dynamic else dull).append(samples)
                 experience.dull_groups += not informative
             if len(kept) >= wanted:
                 break
-        experience.samples = [sample for group in kept or dull for sample in self._samples(group)]
+        experience.samples = [sample for samples in kept or dull for sample in samples]
         experience.position = (self._stream.position, self._stream.skipped)
         return experience
 
@@ -143,14 +142,15 @@ class ExperienceMaker:
                 experience.turns += len(episode.turns)
                 yield self._workers.trajectory(episode), (episode.reward, episode.failure)
 
-    def _samples(self, group: Group) -> Iterable[Sample]:
+    def _compared(self, group: Group) -> tuple[bool, list[Sample]]:
+        """Whether the rewards of a group differ, and its samples."""
         lengths = [trajectory.num_own_tokens for trajectory, _ in group]
-        rewards = shaped_rewards(
-            self._recipe, [reward for _, reward in group], lengths, self._config.sampling.max_tokens
+        rewards = [reward for _, reward in group]
+        informative, shaped, advantages = group_advantages(
+            self._recipe, rewards, lengths, self._config.sampling.max_tokens
         )
-        advantages = output_advantages(self._recipe, rewards[None])[0]
-        for (trajectory, _), reward, advantage in zip(group, rewards, advantages, strict=True):
-            yield Sample(
+        return informative, [
+            Sample(
                 prompt=np.asarray(trajectory.prompt_token_ids, dtype=np.int64),
                 output=np.asarray(trajectory.token_ids, dtype=np.int64),
                 rollout_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
@@ -158,6 +158,8 @@ class ExperienceMaker:
                 advantage=float(advantage),
                 loss_mask=np.asarray(trajectory.loss_mask or [True] * len(trajectory.token_ids), dtype=np.bool_),
             )
+            for (trajectory, _), reward, advantage in zip(group, shaped, advantages, strict=True)
+        ]
 
 
 class AheadMaker:

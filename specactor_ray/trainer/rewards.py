@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from specactor_ray.config.methods import import_named
-from specactor_ray.config.training_schema import RewardConfig
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
+from specactor_ray.core.errors import ConfigError, clipped
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.data import Task, has_reference
 from specactor_ray.trainer.workers import Work
 
 
@@ -48,12 +49,13 @@ RewardFunction = Callable[[RewardSample], float]
 
 def exact_match(sample: RewardSample) -> float:
     """1.0 if the answer is the reference answer, ignoring surrounding white space."""
-    return float(sample.response.strip() == _reference(sample).strip())
+    return float(sample.response.strip() == _reference(sample))
 
 
 def length(sample: RewardSample) -> float:
-    """Output tokens as a share of `sampling.max_tokens`; a negative weight prefers short outputs."""
-    return len(sample.token_ids) / max(sample.max_tokens, 1)
+    """Output tokens as a share of `sampling.max_tokens`, 0.0 for white space alone; a negative weight prefers short
+    outputs, the empty one most of all, so it needs a reward for answers beside it."""
+    return len(sample.token_ids) / max(sample.max_tokens, 1) if sample.text.strip() else 0.0
 
 
 def math_equal(sample: RewardSample) -> float:
@@ -64,7 +66,10 @@ def math_equal(sample: RewardSample) -> float:
 
 
 def reasoning_gym_score(sample: RewardSample) -> float:
-    """Score in [0, 1] of the task's own scorer; partial credit depends on the task."""
+    """Score in [0, 1] of the task's own scorer; partial credit depends on the task. 0.0 for an empty answer, to which
+    many scorers give some."""
+    if not sample.response.strip():
+        return 0.0
     import reasoning_gym
 
     entry = sample.metadata["entry"]
@@ -72,9 +77,9 @@ def reasoning_gym_score(sample: RewardSample) -> float:
 
 
 def _reference(sample: RewardSample) -> str:
-    if sample.answer is None:
-        raise ValueError("the task has no reference answer (data.answer_key)")
-    return sample.answer
+    if sample.answer is None or not has_reference(sample.answer):
+        raise ValueError("the task has no reference answer (data.answer_key), or an empty one")
+    return sample.answer.strip()
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -91,7 +96,7 @@ _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 def find_reward(name: str) -> RewardFunction:
     """The reward function with this name, or the user's own `package.module:function`. Raises ConfigError if it does
-    not exist, or a module that it needs cannot be imported."""
+    not exist, cannot be called with a sample, or needs a module that cannot be imported."""
     if ":" not in name:
         if name not in REWARDS:
             known = ", ".join(sorted(REWARDS))
@@ -107,6 +112,14 @@ def find_reward(name: str) -> RewardFunction:
     function = import_named(name, "reward.functions")
     if not callable(function):
         raise ConfigError("reward.functions", f"{name} is not a function.", "name one that takes a RewardSample.")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        problem = f"{name} cannot be called with one argument, a RewardSample ({error})."
+        fix = "def reward(sample) -> float; it has sample.text, sample.answer and sample.metadata."
+        raise ConfigError("reward.functions", problem, fix) from None
+    except ValueError:  # functions of C have no signature
+        pass
     return function  # type: ignore[no-any-return]
 
 
@@ -119,23 +132,40 @@ def extract_answer(text: str, pattern: str | None) -> str:
     return "" if found is None else found.group(1 if found.re.groups else 0).strip()
 
 
+def checked_reward(reward: float) -> float:
+    """The reward. Raises ValueError if it is not finite, or too large for the update's arithmetic."""
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, which is no finite number")
+    if abs(reward) > LARGEST_REWARD:
+        raise ValueError(
+            f"the reward is {reward:g}, and the update, in float32, takes none beyond {LARGEST_REWARD:g}. Fix: a "
+            "smaller scale in the reward function, or a smaller weight of it (reward.functions)"
+        )
+    return reward
+
+
 class Scorer:
     """Finds the answer in an output and sums the configured reward functions, weighted. Raises ConfigError if one of
     them is not available."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._pattern = config.answer_pattern
-        self._terms: Sequence[tuple[float, RewardFunction]] = [
-            (term.weight, find_reward(term.name)) for term in config.functions
+        self._terms: Sequence[tuple[RewardFunctionConfig, RewardFunction]] = [
+            (term, find_reward(term.name)) for term in config.functions
         ]
 
     def __call__(self, sample: RewardSample) -> float:
-        """The reward. Raises ValueError if it is not a finite number, and the errors of the functions."""
+        """The reward. Raises ValueError if it is no number of `checked_reward`, and the errors of the functions."""
         sample = replace(sample, response=extract_answer(sample.text, self._pattern))
-        reward = sum(weight * float(function(sample)) for weight, function in self._terms)
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}")
-        return reward
+        values = [term.weight * _number(term.name, function(sample)) for term, function in self._terms]
+        return checked_reward(sum(values))
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} returned {clipped(value)}, which is no number") from None
 
 
 def reward_work(config: RewardConfig) -> Work:

@@ -150,10 +150,10 @@ def checked_tasks(config: Config) -> TaskStream:
     data = config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
-    if needs_answer and source[0].answer is None:
+    if needs_answer and (place := source.without_answer()):
         raise InputError(
-            f"data.path: task 1 of {data.path} has no {data.answer_key!r} (data.answer_key), and the reward "
-            f"{needs_answer[0]} compares with it. Fix: add it, or choose another reward.functions"
+            f"{place} has no {data.answer_key!r} (data.answer_key), or an empty one, and the reward {needs_answer[0]} "
+            "compares with it. Fix: add it, or choose another reward.functions"
         )
     tokenizer = _tokenizer(config)
     limit = max_prompt_tokens(config)

@@ -8,7 +8,6 @@ weights under `midlayer.`). A checkpoint without embeddings uses the target's.
 from __future__ import annotations
 
 import functools
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.files import to_json
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
 from specactor_ray.models.checkpoint_files import read_config, require_head
 from specactor_ray.models.loading import load_model, load_model_config, locate_model, parse_dtype, wrong_value_errors
@@ -137,7 +137,7 @@ def save_head(head: EagleHead, folder: Path) -> None:
     save_file(
         {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}, folder / "model.safetensors"
     )
-    (folder / "config.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(to_json(facts, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def trained_weights(head: EagleHead) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ GRPO, RLOO = AlgorithmConfig(AlgorithmName.grpo), AlgorithmConfig(AlgorithmName.
 
 
 def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), atol=atol, rtol=0)
+    torch.testing.assert_close(actual.float(), torch.tensor(expected, dtype=torch.float32), atol=atol, rtol=0)
 
 
 def test_advantages_of_groups() -> None:

@@ -62,12 +62,14 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     EVENTS.clear()
     prompts = {"prompts_per_step": settings.pop("prompts", len(outputs))}
     reward = {"functions": [{"name": RAISES}], **settings.pop("reward", {})}
+    sampling = settings.pop("sampling", None)
     algorithm = {"name": "grpo", **settings}
     sections = {"algorithm": algorithm, "reward": reward, "data": {"n": 4}, "trainer": prompts}
     config = from_mapping({"mode": "plain", **sections})
     tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
     maker = ExperienceMaker(config, make_recipe(config), stream, scorer)  # type: ignore[arg-type]
+    config.sampling = sampling or config.sampling
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
@@ -120,7 +122,37 @@ def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() 
     assert experience.rounds == 3 and experience.dull_groups == 2
     assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     experience = collect(["10.1 10.1 10.1 10.1"] * 4, prompts=1, dynamic_sampling=True)
-    assert experience.rounds == 4 and experience.dull_groups == 4 and advantages(experience) == [0.0] * 16
+    assert experience.rounds == 4 and experience.dull_groups == 4
+    assert advantages(experience) == [0.0] * 4, "the groups of one round, for which memory was planned"
+    experience = collect(["1 1 1 1"] * 7 + ["0 1 0 0"], prompts=2, dynamic_sampling=True)
+    assert experience.dull_groups == 7 and len(experience.samples) == 4 and max(advantages(experience)) > 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "dull"),
+    [
+        ("1 1 1 1", True),  # longer by one token each: the punishments differ
+        ("0 0 0 1", False),
+        ("1 1.25 1.5 1.75", True),  # equal after the punishment, which takes a quarter for each token
+    ],
+)
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
+def test_equal_rewards_do_not_train_the_length(outputs: str, dull: bool, name: str) -> None:
+    sampling = SamplingParams(max_tokens=5)
+    experience = collect(
+        [outputs], name=name, dynamic_sampling=False, overlong_buffer=4, scale_by_std=name != "rloo", sampling=sampling
+    )
+    assert (experience.dull_groups, experience.groups) == (int(dull), 1)
+    assert (advantages(experience) == [0.0] * 4) == dull
+    assert [sample.reward for sample in experience.samples] == [
+        float(reward) - 0.25 * number for number, reward in enumerate(outputs.split())
+    ]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e8, 1e12])
+def test_advantages_do_not_depend_on_an_offset_of_the_rewards(offset: float) -> None:
+    experience = collect([" ".join(str(offset + value) for value in (1, 2, 4, 8))])
+    assert advantages(experience) == advantages(collect(["1 2 4 8"])) and experience.dull_groups == 0
 
 
 class Maker:

@@ -61,7 +61,7 @@ def test_refused_configurations(override: str, message: str, tmp_path: Path) -> 
         ("sampling.max_tokens=600", "leaves no room for a prompt"),
         ("target.max_model_len=24; sampling.max_tokens=20", "none of the 1 prompts"),
         ("data.path=/no/such/file.jsonl", "there is no file"),
-        ("data.answer_key=solution; data.n=1; algorithm.name=ppo", r"task 1 of .* has no 'solution'.*exact_match"),
+        ("data.answer_key=solution; data.n=1; algorithm.name=ppo", r", line 1 has no 'solution'.*exact_match"),
     ],
 )
 def test_tasks_that_cannot_be_used(override: str, message: str, tmp_path: Path) -> None:
