@@ -125,8 +125,11 @@ class DeepSpeedEngine(TorchEngine):
         return float(norm if norm is not None else 0.0)
 
     def _largest_gradient(self) -> torch.Tensor:
-        """Largest absolute element of this rank's share of the gradients; infinite if one of them is not finite."""
+        """Largest absolute element of this rank's share of the gradients; infinite if one of them is not finite, or if
+        the share is held elsewhere (offloaded)."""
         shares = [gradient for group in self._shares().values() for gradient in group or () if gradient.numel()]
+        if not shares:
+            return torch.tensor(math.inf, device=self.device)
         largest = [torch.zeros((), device=self.device), *(share.abs().max().float() for share in shares)]
         return torch.stack(largest).max().nan_to_num(math.inf)
 
@@ -137,7 +140,7 @@ class DeepSpeedEngine(TorchEngine):
 
     def _shares(self) -> dict[int, list[torch.Tensor] | None]:
         """This rank's share of the gradients, between backward and step."""
-        shares: dict[int, list[torch.Tensor] | None] = self._engine.optimizer.averaged_gradients
+        shares: dict[int, list[torch.Tensor] | None] = getattr(self._engine.optimizer, "averaged_gradients", {})
         return shares
 
     def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:

@@ -104,8 +104,8 @@ def _answer(value: Any, where: str, key: str) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(
-            f"{where}: {key!r} is {clipped(value)}, and an answer is a text or a number. Fix: write it as the text that "
-            "outputs are compared with, or under another key, which a reward function finds in sample.metadata"
+            f"{where}: {key!r} is {clipped(value)}, and an answer is a text or a number. Fix: write it as the text "
+            "that outputs are compared with, or under another key, which a reward function finds in sample.metadata"
         )
     return str(value)
 

@@ -18,6 +18,12 @@ def sleepy(sample: RewardSample) -> float:
     return words.count("sleeps") / max(len(words), 1)
 
 
+def hissing(sample: RewardSample) -> float:
+    """Share of the words with an "s": every output has some and lacks some, whatever the tiny model learnt first."""
+    words = sample.text.replace(".", " ").split()
+    return sum("s" in word for word in words) / max(len(words), 1)
+
+
 def raises_on_even_length(sample: RewardSample) -> float:
     if len(sample.token_ids) % 2 == 0:
         raise RuntimeError("even")

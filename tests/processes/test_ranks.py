@@ -91,9 +91,9 @@ def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) 
     heads: list[torch.Tensor] = []
     one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS), heads=heads)
     two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS), heads=heads)
-    # Half of one step at most, and a tenth of one but for one weight in ten thousand: AdamW makes whole steps of
+    # One step at most, and a tenth of one but for one weight in ten thousand: AdamW makes whole steps of
     # gradients that are rounding errors, and how those come out is up to the CPU.
-    assert_close(one, two, atol=5e-4)
+    assert_close(one, two, atol=1e-3)
     apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
     assert (apart > 1e-4).float().mean() < 1e-4
     assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
@@ -146,6 +146,10 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> No
         assert_close(before, weights_of(ranks), atol=0.0)
         ranks.update(good, 1, 1)
         after = weights_of(ranks)
+        # Nor does a step without advantages: the optimizer's moments would move the weights.
+        flat = [replace(sample, advantage=0.0) for sample in good]
+        assert ranks.update(flat, 2, 2)["no_gradient"] == 1
+        assert_close(after, weights_of(ranks), atol=0.0)
     with ForkedRanks(config) as ranks:
         ranks.update(good, 1, 1)
         assert_close(after, weights_of(ranks), atol=1e-6)

@@ -59,7 +59,7 @@ def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
         "drafters=[{method: ngram, hosted: false}]",
-        "reward.functions=[{name: 'tests.fakes.reward_functions:sleepy'}]",
+        "reward.functions=[{name: 'tests.fakes.reward_functions:hissing'}]",
         "data.n=8",
         "sampling.max_tokens=32",
         "trainer.prompts_per_step=8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import subprocess
@@ -75,3 +76,9 @@ def test_lines_are_appended_all_or_none(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     append_json(path, {"step": 2, "text": "é\ud800"}, {"step": 3})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    append_json(tmp_path / "rows", {"a": math.nan, "b": [1.5, math.inf, {"c": -math.inf}], "d": "NaN"})
+    text = (tmp_path / "rows").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [1.5, None, {"c": None}], "d": "NaN"}

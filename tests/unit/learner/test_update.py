@@ -142,6 +142,21 @@ def test_steps_without_a_finite_loss_or_without_samples_change_nothing() -> None
         assert_same(dict(make_policy(config()).state_dict()), after, atol=0)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "rloo"])
+def test_a_gradient_of_zero_moves_no_weight(algorithm: str) -> None:
+    """AdamW would step by its moments alone."""
+    settings, flat = config(name=algorithm), [replace(sample, advantage=0.0) for sample in make_samples(seed=1)]
+    engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
+    updater = PolicyUpdater(engine, make_recipe(settings), settings)
+    assert updater.update(make_samples(), 0, seed=0)["no_gradient"] == 0
+    before = {name: value.clone() for name, value in engine.policy.state_dict().items()}
+    metrics = updater.update(flat, 1, seed=1)
+    assert (metrics["no_gradient"], metrics["skipped"], metrics["grad_norm"]) == (1, 0, 0)
+    assert_same(before, dict(engine.policy.state_dict()), atol=0)
+    updater.update(make_samples(seed=2), 2, seed=2)
+    assert any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
+
+
 def test_the_kl_term_pulls_towards_the_start() -> None:
     """Without rewards, an update lowers the divergence from a policy that drifted: as an expectation over samples."""
     settings = config(kl_coef=1.0)

@@ -75,6 +75,27 @@ def test_functions_and_their_weighted_sum() -> None:
         scorer(sample("x"))
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+@pytest.mark.parametrize("answer", ["", " ", "42"])
+@pytest.mark.parametrize("pattern", [None, r"answer: (\d+)"])
+def test_nothing_earns_nothing(text: str, answer: str, pattern: str | None) -> None:
+    for name in ("exact_match", "length"):
+        scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig(name)], answer_pattern=pattern))
+        one = sample(text, answer, token_ids=(2,), max_tokens=4)
+        if name == "exact_match" and not answer.strip():
+            with pytest.raises(ValueError, match="no reference answer"):
+                scorer(one)
+        else:
+            assert scorer(one) == 0.0
+
+
+def test_a_reward_beyond_the_arithmetic_of_the_update_is_refused() -> None:
+    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("exact_match", 1e19)]))
+    assert scorer(sample("41", "42")) == 0.0
+    with pytest.raises(ValueError, match=r"takes none beyond 1e\+18"):
+        scorer(sample("42", "42"))
+
+
 def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = gym.create_dataset("chain_sum", seed=1, size=3)[0]
