@@ -18,6 +18,7 @@ from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, Wo
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, named_weights
+from specactor_ray.models.training import attend_as_in_eager_mode, recompute_layers
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
 WEIGHTS, ENGINE = "weights", "engine"
@@ -101,15 +102,16 @@ class Trainer:
     def _make_policy(self, source: str, recipe: AlgorithmConfig) -> PolicyModel:
         model = self._load(source).requires_grad_(True)
         if self._config.trainer.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
+            recompute_layers(model)
         self.progress.tick()
         temperature = self._config.sampling.temperature
         return PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
 
     def _load(self, name: str) -> Any:
         trust, longest = self._config.target.trust_remote_code, self._config.target.max_model_len
-        return load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
+        model = load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
+        attend_as_in_eager_mode(model)
+        return model
 
 
 def _numel(weight: torch.Tensor) -> int:

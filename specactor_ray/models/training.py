@@ -1,0 +1,50 @@
+"""Forwards of policy and reference that compute what transformers' eager forward in evaluation mode computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.models.probe import PROBE_LENGTH, logprobs_as_set, probe_model
+
+
+def attend_as_in_eager_mode(model: Any) -> None:
+    """Give a loaded model eager attention if its own form leaves something out: SDPA has no soft cap of scores, and
+    what else differs shows in a comparison."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+        return
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROBE_LENGTH
+    probe = probe_model(model, min(PROBE_LENGTH, longest))
+    if not probe.gap(logprobs_as_set(model, probe.token_ids)) <= probe.tolerance:  # NaN, too
+        model.set_attn_implementation("eager")
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep only the inputs of decoder layers for the backward pass (gradient checkpointing).
+
+    The model stays in evaluation mode: transformers' own switch needs training mode, which turns dropout and the noise
+    of routers on, so that the update is not that of the policy that the rollout ran.
+
+    Raises:
+        ModelLoadError: The model has no layers that can be computed again.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelLoadError(
+            f"{type(model).__name__} does not support gradient checkpointing. Fix: trainer.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        layer.forward = functools.partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
