@@ -241,6 +241,7 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
 
         return both
 
+    free = ray.available_resources().get("CPU", 0.0)  # tests before this one may have removed nodes
     start, kept = start_controller, list[BaseException]()
     monkeypatch.setattr(rollout, "prepare", lambda config: (config, None))
     monkeypatch.setattr(rollout, "load_target_config", Mock())
@@ -270,7 +271,7 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
             rollout.Rollout(make_config())
         kept.append(caught.value)
         assert not groups_left() and not list_runs()
-    wait_until(lambda: ray.available_resources().get("CPU") == 6.0, "all cores free")
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) >= free, "its cores free")
     assert ray.is_initialized() and len(kept) == 2
 
 
