@@ -117,7 +117,7 @@ def test_what_is_scaled_up_beyond_the_room_stays_pending(monkeypatch: pytest.Mon
     assert start.play(then) is None
     waiting = [row for row in rows if row["phase"] == "pending"]
     assert len(waiting) == 38 and all("waits for room" in row["note"] for row in waiting)
-    (shown,) = [text for text in warnings if "no room on the cluster" in text]
+    (shown,) = [text for text in warnings if "not placed on the cluster yet" in text]
     assert "and 37 more" in shown and shown.count("\n") < 12, "one table for all of them"
 
 
