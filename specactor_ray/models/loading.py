@@ -150,9 +150,8 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
     return model
 
 
-def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Hugging Face names and shapes of all weights, and the `tied` ones. Reads no weights."""
-    model = load_empty_model(name, trust_remote_code=trust_remote_code)
+def weight_shapes(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Hugging Face names and shapes of all weights of a model, which may be on `meta`, and the `tied` ones."""
     model.tie_weights()
     return {name: tuple(weight.shape) for name, weight in named_weights(model, every_name=True)}, tied(model)
 

@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
     def parameters_now(self) -> dict[str, torch.Tensor]:
         """Copies of weight and bias, in the layout of `nn.Linear`."""
         bias = {} if self._bias is None else {"bias": self._bias}
-        return {"weight": self._packed.to_dense(), **bias}
+        return {"weight": self.weight, **bias}
 
     @property
     def weight(self) -> torch.Tensor:

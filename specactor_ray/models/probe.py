@@ -44,7 +44,7 @@ def probe_of(
     if info["missing_keys"]:
         raise WeightsError(f"the weights lack {sorted(info['missing_keys'])[0]}")
     fix_positions(model, max_model_len)
-    tokens = probe_tokens(empty.config.get_text_config().vocab_size)
+    tokens = _tokens_for(model)
     model.eval()
     logprobs = eager_logprobs(model, tokens)
     if not np.isfinite(logprobs).all():
@@ -54,10 +54,17 @@ def probe_of(
     return _with_tolerance(model, tokens, logprobs, (name, dtype))
 
 
-def probe_model(model: Any, length: int = PROBE_LENGTH) -> Probe:
+def probe_model(model: Any) -> Probe:
     """What transformers computes for a loaded, unchanged model, on its device and in its data type."""
-    tokens = probe_tokens(model.get_input_embeddings().num_embeddings, length)
+    tokens = _tokens_for(model)
     return _with_tolerance(model, tokens, eager_logprobs(model, tokens), None)
+
+
+def _tokens_for(model: Any) -> np.ndarray:
+    """`probe_tokens` of a model, as many as its context takes."""
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or PROBE_LENGTH
+    return probe_tokens(config.vocab_size, min(PROBE_LENGTH, longest))
 
 
 def _with_tolerance(model: Any, tokens: np.ndarray, logprobs: np.ndarray, key: tuple[str, str] | None) -> Probe:

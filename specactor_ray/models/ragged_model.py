@@ -27,7 +27,7 @@ from specactor_ray.models.packed_linear import (
     stale_weights,
 )
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.models.probe import PROBE_LENGTH, probe_model
+from specactor_ray.models.probe import probe_model
 from specactor_ray.models.ragged_attention import (
     ATTENTION_NAME,
     MASKED_NAME,
@@ -105,7 +105,7 @@ class RaggedModel:
 
     def _prepare(self, cache_bytes: int) -> None:
         """Replace attention and linears, and compare the result with the model as it was."""
-        probe = probe_model(self.model, min(PROBE_LENGTH, self.max_positions))
+        probe = probe_model(self.model)
         register()
         if can_pack(self.device, self.dtype):
             pack_linears(self.model)

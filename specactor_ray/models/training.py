@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.models.probe import PROBE_LENGTH, logprobs_as_set, probe_model
+from specactor_ray.models.probe import logprobs_as_set, probe_model
 
 
 def attend_as_in_eager_mode(model: Any) -> None:
@@ -18,8 +18,7 @@ def attend_as_in_eager_mode(model: Any) -> None:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
         return
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROBE_LENGTH
-    probe = probe_model(model, min(PROBE_LENGTH, longest))
+    probe = probe_model(model)
     if not probe.gap(logprobs_as_set(model, probe.token_ids)) <= probe.tolerance:  # NaN, too
         model.set_attn_implementation("eager")
 

@@ -24,8 +24,8 @@ from specactor_ray.models.loading import (
     load_model,
     named_weights,
     parse_dtype,
-    tied,
     weight_dtypes,
+    weight_shapes,
 )
 from specactor_ray.models.probe import probe_of
 
@@ -138,10 +138,9 @@ class WeightLayout:
     ) -> WeightLayout:
         """The layout for engines that load this model in `dtype`, such as `float32`. Reads no weights."""
         empty = load_empty_model(model, trust_remote_code=trust_remote_code)
-        empty.tie_weights()
-        shapes = {name: tuple(weight.shape) for name, weight in named_weights(empty, every_name=True)}
+        shapes, tied = weight_shapes(empty)
         dtypes = weight_dtypes(empty, parse_dtype(dtype))
-        return cls(model, dtype, trust_remote_code, shapes, tied(empty), dtypes, bucket_bytes, max_model_len)
+        return cls(model, dtype, trust_remote_code, shapes, tied, dtypes, bucket_bytes, max_model_len)
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
         """The weights in buckets. Raises the errors of `fitting_weights`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from specactor_ray.core.errors import WeightsError
-from specactor_ray.models.loading import load_empty_model, named_weights, tied
+from specactor_ray.models.loading import load_empty_model, weight_shapes
 from specactor_ray.models.packed_linear import whole_weights
 
 
@@ -17,9 +17,7 @@ class WeightFormat:
 
     def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
         self._model = load_empty_model(model, trust_remote_code=trust_remote_code)
-        self._model.tie_weights()
-        self._shapes = {name: tuple(weight.shape) for name, weight in named_weights(self._model, every_name=True)}
-        self._tied = tied(self._model)
+        self._shapes, self._tied = weight_shapes(self._model)
 
     def of_files(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights as `save_pretrained` writes them, each tied one once.

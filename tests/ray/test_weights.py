@@ -135,14 +135,19 @@ def test_what_does_not_fit_changes_nothing() -> None:
             use()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(
-    replicas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rollouts of this process start verifiers whose engine does so."""
     actors = ActorClasses(DroppingVerifier, DraftActor)
     monkeypatch.setattr(
         rollout_module, "start_controller", lambda config, held: start_controller(config, actors, held=held)
     )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_a_tensor(monkeypatch)
     weights = load_model(str(tiny_target())).state_dict()
     with Rollout(config(tiny_target(), target={**TARGET, "replicas": replicas})) as rollout:
         for version in (1, 2):
@@ -157,10 +162,7 @@ def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(
 def test_a_training_that_an_engine_does_not_follow_fails_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actors = ActorClasses(DroppingVerifier, DraftActor)
-    monkeypatch.setattr(
-        rollout_module, "start_controller", lambda config, held: start_controller(config, actors, held=held)
-    )
+    drop_a_tensor(monkeypatch)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 3 to 9.", "answer": "3"}\n' * 4)
     settings = config(
         tiny_target(),
