@@ -18,6 +18,8 @@ _CLOSE_S = 5.0
 """Seconds in which a connection that is closed must have sent its last bytes."""
 _SPARE = 64
 """Connections above the limit of requests, so that probes and refusals have room."""
+_MOST_DISCARDED = 4
+"""Bytes of refused bodies that are read, in units of the largest body that is accepted."""
 _OTHER_FILES = 512
 """Descriptors that the process needs besides connections."""
 _TOO_LATE = (
@@ -39,6 +41,84 @@ def most_connections(limits: Limits) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(_SPARE, min(wanted, soft - _OTHER_FILES))
 
 
+class _Limited:
+    """Limits of time and number for a protocol of uvicorn, in front of which it stands among the bases."""
+
+    limits: Limits
+    most: int
+    """Number of connections at a time."""
+    in_body = False
+    """The end of a request's body has not arrived."""
+    reads = discarded = 0
+    """How often the client began to read again, and bytes of a body that arrived after the answer."""
+    head_after: Any = _FIRST
+    """The last request before the head of which a part has arrived."""
+    cycle: Any
+    transport: Any
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        self.state: tuple[Any, ...] = ()
+        self.since = self.loop.time()  # type: ignore[attr-defined]
+        if len(self.connections) > self.most:  # type: ignore[attr-defined]
+            _make_room(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            if self.in_body:
+                self.discarded += len(data)
+                if self.discarded > _MOST_DISCARDED * self.limits.max_body_bytes:
+                    self.transport.abort()
+                    return
+            else:
+                self.head_after = self.cycle
+        super().data_received(data)  # type: ignore[misc]
+
+    def resume_writing(self) -> None:
+        self.reads += 1
+        super().resume_writing()  # type: ignore[misc]
+
+    def phase(self) -> int:
+        """What the connection waits for."""
+        if self.transport.is_closing():
+            return _CLOSING
+        if self.flow.write_paused:  # type: ignore[attr-defined]
+            return _WRITING
+        if self.in_body:
+            return _BODY
+        if self.cycle is None:
+            return _FIRST
+        if not self.cycle.response_complete:
+            return _BUSY
+        return _HEAD if self.head_after is self.cycle else _IDLE
+
+    def check(self, now: float) -> None:
+        """End the connection if it has been in its phase for too long."""
+        phase = self.phase()
+        state = (phase, self.cycle, self.reads)
+        if state != self.state:
+            if (phase, self.state) != (_FIRST, ()):
+                self.since = now
+            self.state = state
+        elif now - self.since > _seconds(phase, self.limits):
+            self._end(phase)
+
+    def _end(self, phase: int) -> None:
+        if phase in (_WRITING, _CLOSING):
+            self.transport.abort()
+            return
+        has_begun = phase == _BODY or self.head_after is self.cycle
+        if has_begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
+            self.transport.write(_TOO_LATE)
+        self.transport.close()
+
+
+def _seconds(phase: int, limits: Limits) -> float:
+    """Longest time in a phase."""
+    heads, bodies = dict.fromkeys((_FIRST, _HEAD), limits.head_s), {_BODY: limits.body_s, _WRITING: limits.reader_s}
+    return {**heads, **bodies, _IDLE: KEEP_ALIVE_S, _CLOSING: _CLOSE_S}.get(phase, float("inf"))
+
+
 def http_protocol(limits: Limits) -> Any:
     """Value of uvicorn's `http` option: its protocol on httptools, if that is installed, or on h11, with limits.
 
@@ -49,7 +129,7 @@ def http_protocol(limits: Limits) -> Any:
     except ImportError:
         return _h11_protocol(limits)
 
-    class Protocol(_limited(HttpToolsProtocol, limits)):  # type: ignore[misc]
+    class Protocol(_Limited, HttpToolsProtocol):  # type: ignore[misc]
         """Protocol on httptools."""
 
         head_bytes: int | None = None
@@ -76,100 +156,26 @@ def http_protocol(limits: Limits) -> Any:
             self.in_body = False
             super().on_message_complete()
 
-    return Protocol
+    return _with(Protocol, limits)
 
 
 def _h11_protocol(limits: Limits) -> Any:
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class PureProtocol(_limited(H11Protocol, limits)):  # type: ignore[misc]
+    class PureProtocol(_Limited, H11Protocol):  # type: ignore[misc]
         """Protocol on h11."""
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self.in_body = self.conn.their_state is h11.SEND_BODY
 
-    return PureProtocol
+    return _with(PureProtocol, limits)
 
 
-def _limited(base: Any, limits: Limits) -> Any:
-    """A protocol of uvicorn with limits of time and number."""
-    most, most_discarded = most_connections(limits), 4 * limits.max_body_bytes
-    seconds = {
-        _FIRST: limits.head_s,
-        _IDLE: KEEP_ALIVE_S,
-        _HEAD: limits.head_s,
-        _BODY: limits.body_s,
-        _WRITING: limits.reader_s,
-        _CLOSING: _CLOSE_S,
-    }
-
-    class Limited(base):  # type: ignore[misc]
-        in_body = False
-        """The end of a request's body has not arrived."""
-        reads = discarded = 0
-        """How often the client began to read again, and bytes of a body that arrived after the answer."""
-        head_after: Any = _FIRST
-        """The last request before the head of which a part has arrived."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self.state: tuple[Any, ...] = ()
-            self.since = self.loop.time()
-            if len(self.connections) > most:
-                _make_room(self)
-
-        def data_received(self, data: bytes) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                if self.in_body:
-                    self.discarded += len(data)
-                    if self.discarded > most_discarded:
-                        self.transport.abort()
-                        return
-                else:
-                    self.head_after = self.cycle
-            super().data_received(data)
-
-        def resume_writing(self) -> None:
-            self.reads += 1
-            super().resume_writing()
-
-        def phase(self) -> int:
-            """What the connection waits for."""
-            if self.transport.is_closing():
-                return _CLOSING
-            if self.flow.write_paused:
-                return _WRITING
-            if self.in_body:
-                return _BODY
-            if self.cycle is None:
-                return _FIRST
-            if not self.cycle.response_complete:
-                return _BUSY
-            return _HEAD if self.head_after is self.cycle else _IDLE
-
-        def check(self, now: float) -> None:
-            """End the connection if it has been in its phase for too long."""
-            phase = self.phase()
-            state = (phase, self.cycle, self.reads)
-            if state != self.state:
-                if (phase, self.state) != (_FIRST, ()):
-                    self.since = now
-                self.state = state
-            elif now - self.since > seconds.get(phase, float("inf")):
-                self._end(phase)
-
-        def _end(self, phase: int) -> None:
-            if phase in (_WRITING, _CLOSING):
-                self.transport.abort()
-                return
-            has_begun = phase == _BODY or self.head_after is self.cycle
-            if has_begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
-                self.transport.write(_TOO_LATE)
-            self.transport.close()
-
-    return Limited
+def _with(protocol: Any, limits: Limits) -> Any:
+    protocol.limits, protocol.most = limits, most_connections(limits)
+    return protocol
 
 
 def _make_room(new: Any) -> None:
