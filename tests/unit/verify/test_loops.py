@@ -158,7 +158,9 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     bench = Bench(drafters, layout == "inline", hosts_lookups=layout == "lookups", verify=VerifyPolicy.auto)
     snapshot, lookup = decoded(bench, batch, times=2, lossy=False), bench.drafts["ngram-0"].snapshot()
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
-    assert lookup["history_tokens"] > 0, "lookups learn in suspensions, too; how much is a matter of time"
+    # In a loop of its own it is a matter of time how much has arrived.
+    least = snapshot["committed_tokens"] / 2 if layout == "inline" else 0
+    assert lookup["history_tokens"] > least, "lookups learn in suspensions, too"
 
 
 def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
