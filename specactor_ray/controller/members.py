@@ -100,8 +100,7 @@ class Channel:
     def update(self, version: int, now: float, send: Callable[[], Call]) -> None:
         """Take an answer that has arrived. Then send this version, unless the actor has it or a call is in flight.
         After a failure it is sent again two seconds later."""
-        if self._call is not None and self._call.poll():
-            self._take(self._call, now)
+        self.poll(now)
         if self._call is not None or version == self.acked:
             return
         if version != self._sent:
@@ -109,6 +108,11 @@ class Channel:
         elif self.has_failed or now < self._retry_at:
             return
         self._call = send()
+
+    def poll(self, now: float) -> None:
+        """Take an answer that has arrived."""
+        if self._call is not None and self._call.poll():
+            self._take(self._call, now)
 
     def _take(self, call: Call, now: float) -> None:
         self._call, self.error = None, None

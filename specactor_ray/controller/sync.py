@@ -233,7 +233,11 @@ class WeightSync:
 
     def _update_one(self, member: Member, now: float) -> None:
         for key, weights in self._newest.items():
-            if self._receivers[key] == member.key and not (key == VERIFIER and self._is_refused()):
+            if self._receivers[key] != member.key:
+                continue
+            if key == VERIFIER and self._is_refused():
+                member.weights[key].poll(now)
+            else:
                 send = functools.partial(member.call, "load_weights", weights)
                 member.weights[key].update(weights.version, now, send)
 

@@ -283,6 +283,19 @@ class TestWeights:
         settle(sync, first, second, late)
         assert in_place(sync, 2) and second.serves and late.serves
 
+    def test_answers_are_taken_after_the_version_is_given_up(self) -> None:
+        sync, members = make_sync(), [HandMember(VERIFIER, index) for index in range(3)]
+        sync.set_current(WeightSet(1, ("a",)))
+        send(sync, *members)
+        first, second, third = members
+        first.answer("load_weights", WeightsError("no head"))
+        send(sync, *members)
+        second.answer("load_weights", WeightsError("no head"))
+        third.answer("load_weights", ActorLostError("verifier-2 is gone"))
+        send(sync, *members)
+        assert "no head" in first.note and "no head" in second.note and second.error is None
+        assert isinstance(third.error, ActorLostError)
+
     def test_two_verifiers_that_fail_give_the_version_up_with_their_own_error(self) -> None:
         sync, gone = make_sync(), list[HandMember]()
         sync.set_current(WeightSet(1, ("a",)))
