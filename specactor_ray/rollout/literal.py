@@ -1,28 +1,21 @@
-"""Contents of chat messages as literal text: rendered by the model's chat template, tokenized so that only the template
-writes control tokens."""
+"""Text with literal parts, tokenized so that no control token is read in them."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from specactor_ray.core.errors import InputError, clipped
 
-_ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "environment", "observation"}
-"""Roles from which a template may compose a control token, such as `<|user|>`; any other role is literal text."""
-_SEARCHES = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "count"}
-_SEARCHES |= {"strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace"}
-"""Methods and filters whose (first) argument is searched in a text, and not written."""
-_COMPARISONS = {"==", "!=", "in"}
+_BLANK = "\ue000"
+"""Stands for a sign of messages where only the template's own control tokens are looked for."""
 _FILLER = "."
 """Stands for literal text where only control tokens are looked for."""
 
@@ -32,12 +25,13 @@ class Rendered:
     """A conversation as text."""
 
     text: str
-    literal: tuple[tuple[int, int], ...] = ()
-    """Begin and end of parts in which no control token may be read, in order."""
+    literal: tuple[tuple[int, int], ...] | None = None
+    """Begin and end of parts in which no control token may be read, in order. Outside of them control tokens are read
+    where they are written exactly; None: wherever the tokenizer finds some."""
 
     def __getitem__(self, part: slice) -> Rendered:
         begin = part.start or 0
-        spans = ((max(a - begin, 0), b - begin) for a, b in self.literal if b > begin)
+        spans = ((max(a - begin, 0), b - begin) for a, b in self.literal or () if b > begin)
         return Rendered(self.text[begin:], tuple(spans))
 
 
@@ -57,6 +51,9 @@ class ControlTokens:
         """Text → token id."""
         names = sorted(self.ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        signs = {sign for name in names for sign in name if not (sign.isalnum() or sign.isspace() or sign == "_")}
+        self.blanks = {ord(sign): _BLANK for sign in signs}
+        """Table that replaces signs of control tokens, for `str.translate`."""
         self.begins = {name[:size] for name in names for size in range(1, len(name))}
         self.ends = {name[-size:] for name in names for size in range(1, len(name))}
         self._longest = max(map(len, names), default=1)
@@ -79,11 +76,14 @@ class ControlTokens:
     def encode(self, tokenizer: Any, rendered: Rendered, add_special_tokens: bool) -> list[int]:
         """Token ids; between control tokens those of the tokenizer for the whole text. An InputError if literal text
         cannot be kept apart."""
+        text = rendered.text
         if not rendered.literal:
-            return list(_ids(tokenizer, rendered.text, add_special_tokens))
+            written = [self.ids[found[0]] for found in self.pattern.finditer(text)]
+            if self._control(_ids(tokenizer, text, False)) == written:
+                return _ids(tokenizer, text, add_special_tokens)
         if self._twin is None:
             return self._encode_apart(tokenizer, rendered)
-        text, own = rendered.text, self._own_spans(tokenizer, rendered)
+        own = self._own_spans(tokenizer, rendered)
         if self._control(_ids(tokenizer, text, False)) == [self.ids[name] for _, _, name in own]:
             return _ids(tokenizer, text, add_special_tokens)  # none is read in literal text
         ends = [0, *(end for _, end, _ in own)]
@@ -116,7 +116,7 @@ class ControlTokens:
     def _own_spans(self, tokenizer: Any, rendered: Rendered) -> list[tuple[int, int, str]]:
         """Begin, end and text of each control token outside of literal text."""
         text, names = rendered.text, {number: name for name, number in self.ids.items()}
-        for begin, end in rendered.literal:
+        for begin, end in rendered.literal or ():
             text = f"{text[:begin]}{_FILLER * (end - begin)}{text[end:]}"
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans = []
@@ -162,7 +162,7 @@ class ControlTokens:
     def _encode_apart(self, tokenizer: Any, rendered: Rendered) -> list[int]:
         """As `encode`, literal parts one by one: for tokenizers written in Python."""
         ids, at, control = list[int](), 0, set(self.ids.values())
-        for begin, end in rendered.literal:
+        for begin, end in rendered.literal or ():
             ids += _ids(tokenizer, rendered.text[at:begin], False)
             part = _ids(tokenizer, rendered.text[begin:end], False, split_special_tokens=True)
             if not control.isdisjoint(part):
@@ -212,7 +212,7 @@ def tokenize(
         add_special_tokens: Add those that the tokenizer adds to plain text.
         literal: Read no control tokens in the whole text.
     """
-    if not (literal or rendered.literal):
+    if not literal and rendered.literal is None:
         ids = _ids(tokenizer, rendered.text, add_special_tokens)
     else:
         tokens = control_tokens(tokenizer)
@@ -225,158 +225,3 @@ def tokenize(
         if size and ids[:size] == both[:size] == ids[size : 2 * size]:
             return ids[size:]
     return ids
-
-
-# ---- rendering ----
-
-
-class _Marks:
-    """Unguessable words in place of texts, which are found again in the rendered conversation."""
-
-    def __init__(self) -> None:
-        self._prefix = f"z{secrets.token_hex(12)}"
-        self._texts: list[tuple[str, bool]] = []
-        """Text, and whether it is the template's own."""
-
-    def put(self, text: str, is_own: bool = False) -> str:
-        self._texts.append((text, is_own))
-        return f"{self._prefix}{len(self._texts) - 1:06d}z"
-
-    def find(self, marked: str, text: str) -> list[tuple[int, int, bool | None]] | None:
-        """Begin and end in `text` of each marked text and whether it is the template's, and of the text between them
-        (None); None if the two renderings differ elsewhere."""
-        spans: list[tuple[int, int, bool | None]] = []
-        at = 0
-        for number, part in enumerate(re.split(rf"{self._prefix}(\d{{6}})z", marked)):
-            forms, kind = [part], None
-            if number % 2:
-                whole, kind = self._texts[int(part)]
-                forms = [whole, json.dumps(whole)[1:-1], json.dumps(whole, ensure_ascii=False)[1:-1]]
-            form = next((one for one in forms if text.startswith(one, at)), None)
-            if form is None:
-                return None
-            spans.append((at, at + len(form), kind))
-            at += len(form)
-        return spans if at == len(text) else None
-
-
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> Rendered:
-    """Chat messages as text by the model's template, with the parts of their contents that must be read literally.
-
-    An InputError if the template refuses the messages, or reads such a part in a way that cannot be followed.
-    `template` are more arguments of `apply_chat_template`.
-    """
-    template = {"add_generation_prompt": True, "strftime_now": datetime.now().strftime, **template}
-    text = apply_template(tokenizer, messages, template)
-    tokens, marks = control_tokens(tokenizer), _Marks()
-    marked = _marked(messages, template, tokens, marks, lambda _: True)
-    if marked == ([*messages], template):
-        return Rendered(text)
-    spans = _spans(marks, tokenizer, text, *marked)
-    if spans is not None:
-        return Rendered(text, tuple((begin, end) for begin, end, kind in spans if kind is False))
-    return Rendered(text, tuple(_literal_beside_own(tokenizer, tokens, messages, template, text)))
-
-
-def _literal_beside_own(
-    tokenizer: Any, tokens: ControlTokens, messages: Sequence[Any], template: dict[str, Any], text: str
-) -> Iterator[tuple[int, int]]:
-    """Literal parts where the template looks for control tokens in contents: its own are marked in its source."""
-    source, marks = tokenizer.get_chat_template(template.get("chat_template"), template.get("tools")), _Marks()
-    marked, more = _marked(messages, template, tokens, marks, lambda name: name not in source)
-    own = {name: marks.put(value, True) for name, value in tokenizer.special_tokens_map.items() if value in tokens.ids}
-    changed = {**own, **more, "chat_template": _with_own_marked(source, tokens, marks)}
-    spans = _spans(marks, tokenizer, text, marked, changed)
-    if spans is None:
-        names = sorted({one[0] for one in map(tokens.pattern.search, texts_of(messages)) if one})
-        raise InputError(
-            f"the model's chat template changes messages that hold control tokens ({clipped(', '.join(names))}), so "
-            "that they cannot be read as text; remove them from the contents"
-        )
-    for begin, end, kind in spans:
-        if kind is False:
-            yield begin, end
-        elif kind is None:
-            found = tokens.pattern.finditer(text[begin:end])
-            yield from ((begin + one.start(), begin + one.end()) for one in found if one[0] in source)
-
-
-def _spans(marks: _Marks, tokenizer: Any, text: str, messages: Any, template: dict[str, Any]) -> Any:
-    try:
-        return marks.find(apply_template(tokenizer, messages, template), text)
-    except InputError:  # a marked text matters to the template
-        return None
-
-
-def _marked(
-    messages: Sequence[Any],
-    template: dict[str, Any],
-    tokens: ControlTokens,
-    marks: _Marks,
-    which: Callable[[str], bool],
-) -> tuple[list[Any], dict[str, Any]]:
-    """Messages and arguments with marks in place of control tokens, as far as `which`, and of unusual roles."""
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, str):
-            parts, at = "", 0
-            for begin, end in tokens.forged(value):
-                if which(value[begin:end]):
-                    parts, at = f"{parts}{value[at:begin]}{marks.put(value[begin:end])}", end
-            return parts + value[at:]
-        if isinstance(value, Mapping):
-            return {marked(name): marked(one) for name, one in value.items()}
-        return [marked(one) for one in value] if isinstance(value, list | tuple) else value
-
-    def with_role(message: Mapping[str, Any], whole: Any) -> Any:
-        role = message.get("role")
-        if not isinstance(role, str) or role in _ROLES or not which(role):
-            return whole
-        return {**whole, "role": marks.put(role)}
-
-    return [with_role(one, marked(one)) for one in messages], {name: marked(one) for name, one in template.items()}
-
-
-def _with_own_marked(source: str, tokens: ControlTokens, marks: _Marks) -> str:
-    """Source of a template with marks in place of the control tokens that it writes, not of those that it looks for."""
-    from jinja2 import Environment
-
-    lexed = Environment(trim_blocks=True, lstrip_blocks=True).lex(source)
-    words = [(kind, value) for _, kind, value in lexed]
-    calls: list[str] = []
-    parts = []
-    solid = [number for number, (kind, _) in enumerate(words) if kind != "whitespace"]
-    beside = {at: (before, after) for before, at, after in zip([None, *solid], solid, [*solid[1:], None], strict=False)}
-    for number, (kind, value) in enumerate(words):
-        before, after = beside.get(number, (None, None))
-        previous, following = ("" if one is None else words[one][1] for one in (before, after))
-        if kind == "operator" and value == "(":
-            calls.append(previous)
-        elif kind == "operator" and value == ")" and calls:
-            calls.pop()
-        elif kind == "operator" and value == "," and calls and calls[-1] == "replace":
-            calls[-1] = ""
-        is_searched = bool(calls and calls[-1] in _SEARCHES) or not _COMPARISONS.isdisjoint((previous, following))
-        if kind == "data" or (kind == "string" and not is_searched and following != "not"):
-            value = tokens.pattern.sub(lambda found: marks.put(found[0], True), value)
-        parts.append(value)
-    return "".join(parts)
-
-
-def texts_of(value: Any) -> Iterator[str]:
-    """All texts in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(texts_of, (*value.keys(), *value.values())))
-    elif isinstance(value, list | tuple):
-        yield from itertools.chain.from_iterable(map(texts_of, value))
-
-
-def apply_template(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> str:
-    """The text that the template writes; InputError if it refuses the messages."""
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **template)
-    except Exception as error:  # templates are code of the checkpoint and raise any exception
-        raise InputError(f"the model's chat template refuses these messages: {error}") from error
-    return text

@@ -15,7 +15,8 @@ from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
 from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import parse_json
-from specactor_ray.rollout.literal import Rendered, control_tokens, render, texts_of, tokenize
+from specactor_ray.rollout.literal import Rendered, control_tokens, tokenize
+from specactor_ray.rollout.rendering import render, texts_of
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of

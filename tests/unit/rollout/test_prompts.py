@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout import literal, prompts
+from specactor_ray.rollout import prompts, rendering
 from specactor_ray.rollout.prompts import ChatTurns, encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.sampling.seeds import derive_seed
@@ -269,7 +269,7 @@ def test_a_conversation_keeps_the_time_of_its_beginning(monkeypatch: pytest.Monk
         def now(cls, tz: Any = None) -> datetime:
             return cls.time
 
-    for module in (prompts, literal, chat_template_utils):
+    for module in (prompts, rendering, chat_template_utils):
         monkeypatch.setattr(module, "datetime", Clock)
     words, said = tokenizer_with(CLOCK), [{"role": "user", "content": "hi"}]
     checked = ChatTurns(words)
