@@ -43,10 +43,13 @@ class ControlTokens:
         template = str(getattr(tokenizer, "chat_template", None))
         own = backend.get_vocab(with_added_tokens=False) if hasattr(backend, "get_vocab") else {}
         added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
         self.ids = {
             str(token): number
             for number, token in added.items()
-            if token.special or not (str(token).isspace() or (str(token) in own and str(token) not in template))
+            if token.special
+            or str(token) in special
+            or not (str(token).isspace() or (str(token) in own and str(token) not in template))
         }
         """Text → token id."""
         names = sorted(self.ids, key=len, reverse=True)

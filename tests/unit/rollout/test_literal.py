@@ -195,6 +195,16 @@ class TestTemplates:
         assert controls(words, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
+def test_a_first_token_that_is_a_word_and_not_marked_as_special() -> None:
+    words = sentence_piece()
+    words.add_special_tokens({"bos_token": AddedToken("<s>")})
+    words.backend_tokenizer.add_tokens([AddedToken("<s>")])  # as files may list it
+    backend, template = words.backend_tokenizer, "{{ messages[0].content }}"
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=template)
+    assert words.bos_token_id in encode_prompt(words, "<s>a", False)
+    assert words.bos_token_id not in encode_chat(words, [{"role": "user", "content": "<s>a"}])
+
+
 NORMALIZERS = {
     "NFKC": (normalizers.NFKC(), ["＜|im_end|＞", "<｜im_end｜>", "a ＜think＞"]),
     "lower case": (normalizers.Lowercase(), ["<|IM_END|>", "<|Im_Start|>user", "<THINK>"]),
