@@ -207,8 +207,12 @@ def encode_chat(
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
             "text or token ids"
         )
-    refuse_long(tokenizer, texts_of([*(list(one.values()) for one in plain), template]), most)
-    return _not_empty(_tokenize(tokenizer, render(tokenizer, plain, **template), add_special_tokens=add_special_tokens))
+    try:
+        refuse_long(tokenizer, texts_of([*(list(one.values()) for one in plain), template]), most)
+        rendered = render(tokenizer, plain, **template)
+    except RecursionError:
+        raise InputError("the messages, or the arguments of the chat template, are nested too deeply") from None
+    return _not_empty(_tokenize(tokenizer, rendered, add_special_tokens=add_special_tokens))
 
 
 def refuse_long(tokenizer: Any, texts: Iterable[str], most: int | None) -> None:

@@ -42,3 +42,22 @@ def test_no_value_is_a_defect(path: str) -> None:
             assert answer.status_code < 500 and '"code":500' not in answer.text, (sent[:300], answer.text)
 
     on(make_service(ScriptedEngine()), work)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_no_deep_value_is_a_defect(path: str) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for depth in (100, 300, 500, 900, 980, 10_000):
+            for deep in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+                call = json.dumps([{"function": {"name": "f", "arguments": deep}}])
+                for message, more in (
+                    (f', "x": {deep}', ""),
+                    (f', "tool_calls": {call}', ""),
+                    ("", f', "chat_template_kwargs": {{"a": {deep}}}'),
+                    ("", f', "tools": [{{"a": {deep}}}]'),
+                ):
+                    sent = f'{{"messages": [{{"role": "user", "content": "a"{message}}}]{more}}}'
+                    answer = await client.post(path, content=sent, headers={"Content-Type": "application/json"})
+                    assert answer.status_code in (200, 400), (depth, message[:20], more[:30], answer.text)
+
+    on(make_service(ScriptedEngine()), work)
