@@ -166,6 +166,9 @@ def check_target(config: Config) -> None:
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()
     _reject_context_beyond_the_models(config, text)
+    if (stop := max(config.sampling.stop_token_ids, default=0)) >= text.vocab_size:
+        problem = f"{stop} is no token of {config.target.model}, whose largest id is {text.vocab_size - 1}."
+        raise ConfigError("sampling.stop_token_ids", problem, "remove it, or end outputs by sampling.stop.")
     if config.target.backend == "vllm":
         _reject_heads_that_cannot_be_split(config, text)
     _reject_cache_below_one_request(config, text)

@@ -47,10 +47,14 @@ UNAVAILABLE: Mapping[str, Option] = {
     "flat_logprobs": Option((False,), "log-probabilities have one form"),
     **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((True,), _FORM)),
     "include_reasoning": Option((True,), _FORM),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Option((True, False), _FORM)),
+    "modalities": Option((["text"],), _FORM),
     "spaces_between_special_tokens": Option((True, False), _FORM),
     **dict.fromkeys(("echo", "return_prompt_text"), Option((False,), _FORM)),
     "do_sample": Option((True,), "temperature 0 selects the most probable token"),
     "enable_thinking": Option((), "templates get it in chat_template_kwargs"),
+    "reasoning_effort": Option(("none",), "templates get it in chat_template_kwargs"),
+    "function_call": Option(("auto", "none"), "outputs are not forced into a form"),
     "extra_args": Option(({},), _FORM),
     "chat_template": Option((), "templates are programs; the model's is used"),
     "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
@@ -60,8 +64,8 @@ UNAVAILABLE: Mapping[str, Option] = {
 
 
 def requests_nothing(value: Any) -> bool:
-    """Whether an unknown option has a value without effect: null, false, or an empty list or object."""
-    return value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
+    """Whether an unknown option has a value without effect: null, false, or an empty text, list or object."""
+    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 @dataclass(frozen=True, slots=True)

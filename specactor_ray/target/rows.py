@@ -178,6 +178,8 @@ def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: in
     if not prompt:
         raise InputError("the prompt has no tokens")
     refuse_unknown((*prompt, *request.committed_token_ids), vocab_size)
+    if (stop := max(request.sampling.stop_token_ids, default=0)) >= vocab_size:
+        raise InputError(f"sampling.stop_token_ids has {stop}, and the largest token id is {vocab_size - 1}")
     if request.sampling.logprobs > vocab_size:
         raise InputError(f"sampling.logprobs is {request.sampling.logprobs}; the vocabulary has {vocab_size} tokens")
     if len(prompt) >= max_model_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import BartConfig, LlamaConfig
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, ModelLoadError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.preflight import export_what_drafters_read, require_named
@@ -37,6 +39,18 @@ def config_with(**target: Any) -> Config:
     return from_mapping(
         {"mode": "plain", "target": {"model": "m", "backend": "vllm", "dtype": "float32", "cores": ranks, **target}}
     )
+
+
+def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        preflight, "load_model_config", lambda name, trust_remote_code: LlamaConfig(**LLAMA, vocab_size=9)
+    )
+    monkeypatch.setattr(preflight, "require_model", lambda name: None)
+    config = replace(config_with(), sampling=SamplingParams(stop_token_ids=(8, 0)))
+    preflight.check_target(config)
+    config = replace(config, sampling=SamplingParams(stop_token_ids=(8, 9)))
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: 9 is no token of m, whose largest id is 8\. Fix"):
+        preflight.check_target(config)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 12])

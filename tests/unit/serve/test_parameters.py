@@ -70,7 +70,7 @@ def test_what_asks_for_nothing_passes() -> None:
     assert wanted_of(given, DEFAULT, 9) == wanted_of({}, DEFAULT, 9)
 
 
-@pytest.mark.parametrize("value", [None, False, [], {}])
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_an_unknown_field_that_requests_nothing_passes_everywhere(value: Any) -> None:
     assert wanted_of({"unknown_field": value}, DEFAULT, 9) == wanted_of({}, DEFAULT, 9)
     for path, body in (
@@ -93,6 +93,11 @@ NEUTRAL: list[dict[str, Any]] = [
     {"skip_special_tokens": False},
     {"add_special_tokens": True},
     {"echo": False},
+    {"suffix": ""},
+    {"modalities": ["text"]},
+    {"reasoning_effort": "none"},
+    {"function_call": "auto"},
+    {"separate_reasoning": True, "stream_reasoning": True},
 ]
 
 
@@ -111,6 +116,16 @@ def test_neutral_values_of_vllms_fields_pass(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["include_reasoning", "enable_thinking", "do_sample"])
 def test_false_that_would_change_the_answer_is_refused(name: str) -> None:
     assert post("/v1/completions", {"prompt": [1], name: False}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"reasoning_effort": "low"}, {"modalities": ["audio"]}, {"suffix": "x"}, {"stop_token_ids": [1 << 20]}],
+    ids=str,
+)
+def test_what_is_not_done_is_refused_by_name(given: dict[str, Any]) -> None:
+    answer = post("/v1/completions", {"prompt": [1], **given})
+    assert answer.status_code == 400 and next(iter(given)) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
