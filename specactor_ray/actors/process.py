@@ -16,6 +16,7 @@ from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName, TargetConfig
 from specactor_ray.core.clock import Clock
+from specactor_ray.core.errors import CallError, FetchError
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.transport.messages import WeightSet
@@ -103,10 +104,17 @@ class ActorHost:
         return build_proposer(drafter, target, device)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
-        """All tensors of a version, as views of the object store's memory."""
+        """All tensors of a version, as views of the object store's memory. FetchError if they do not arrive."""
+        try:
+            buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+        except CallError as error:
+            raise FetchError(f"weights of version {weights.version}: {error}") from None
+        return self.unpack(buckets)
+
+    def unpack(self, buckets: Sequence[WeightBucket]) -> dict[str, Any]:
+        """The tensors of these buckets by name."""
         from specactor_ray.models.weight_buckets import unpack
 
-        buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 

@@ -17,6 +17,7 @@ from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
     CallTimeoutError,
+    FetchError,
     InputError,
     SpecActorError,
     UserError,
@@ -246,8 +247,8 @@ def _named(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
     if isinstance(error, UserError):
         return error
     text = f"{actor_id} {what}: {error}"
-    if isinstance(error, WeightsError):
-        return WeightsError(text)
+    if isinstance(error, WeightsError | FetchError):
+        return type(error)(text)
     return ActorLostError(text, error.node_lost) if isinstance(error, ActorLostError) else SpecActorError(text)
 
 

@@ -20,7 +20,7 @@ from specactor_ray.config.methods import inline_drafters, taught_by_trainer
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
 from specactor_ray.controller.members import Channel, Member
 from specactor_ray.core.clock import Clock
-from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError, WeightsError
+from specactor_ray.core.errors import ActorLostError, FetchError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
@@ -134,14 +134,16 @@ class Trials:
 
     def judge(self, verifiers: Mapping[str, Channel]) -> None:
         """Give the version up if a verifier's error is final, two failed, or `_MOST_LOST` per seat were lost before
-        one had loaded it. `verifiers`: the present ones, with their updates."""
+        one had loaded it. A `FetchError` is not the version's fault. `verifiers`: the present ones, with their
+        updates."""
         for name, channel in verifiers.items():
             self.problem = str(channel.error or self.problem)
-            if channel.has_failed:
+            if channel.has_failed and not isinstance(channel.error, FetchError):
                 self._failed.add(name)
                 if channel.is_final or len(self._failed) >= _MOST_FAILED:
                     self._refuse(str(channel.error))
         self._tried |= verifiers.keys()
+        self._tried -= {name for name, channel in verifiers.items() if isinstance(channel.error, FetchError)}
         self._loaded |= any(channel.acked == self._version for channel in verifiers.values())
         lost = len(self._tried - verifiers.keys() - self._failed)
         if lost >= self._most_lost and not self._loaded:

@@ -101,6 +101,10 @@ class WeightsError(SpecActorError):
     """Weights did not arrive: an engine cannot load them, or computes something else with them than transformers."""
 
 
+class FetchError(SpecActorError):
+    """Objects did not arrive from the object store. A retry may succeed; nothing was computed with them."""
+
+
 class OverloadedError(SpecActorError):
     """Too many requests wait already; the same request may be accepted later (HTTP's 429)."""
 

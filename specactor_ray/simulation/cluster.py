@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.loops import DraftActor, VerifierActor
-from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
+from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.cluster.backend import Demand, NodeSupply, ProcessFacts
 from specactor_ray.config.methods import DrafterSpec
@@ -25,7 +25,6 @@ from specactor_ray.simulation.kernel import Kernel, Process
 from specactor_ray.simulation.network import Network, Node, VirtualActor
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
-from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
 
 LINGER_S = (0.0, 1.5)
@@ -165,8 +164,7 @@ class SimulatedHost(ActorHost):
         self._clock.work(self._world.load_s)
         return SimulatedProposer(drafter.method, self._clock, self._world, drafter.max_batch, drafter.branches)
 
-    def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
-        self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+    def unpack(self, buckets: Sequence[Any]) -> dict[str, Any]:
         return {}
 
 

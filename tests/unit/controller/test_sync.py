@@ -17,7 +17,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.controller.members import Member, Seat, next_view
 from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
-from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError, WeightsError
+from specactor_ray.core.errors import ActorLostError, FetchError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.clocks import HandClock
 from tests.fakes.hand_transport import HandTransport
@@ -310,6 +310,21 @@ class TestWeights:
         assert gone[0].error is not None and gone[1].error is None
         with pytest.raises(WeightsError, match=r"version 1 cannot be loaded: .*ValueError: model\.layers\.0\.experts"):
             in_place(sync, 1)
+
+    def test_objects_that_do_not_arrive_are_not_the_fault_of_a_version(self) -> None:
+        sync = make_sync()
+        sync.set_current(WeightSet(1, ("a",)))
+        for index in range(9):  # each is replaced after its attempts
+            member = HandMember(VERIFIER, 0, str(index))
+            for _ in range(8):
+                if member.error is None:
+                    send(sync, member)
+                    member.answer("load_weights", FetchError("weights of version 1: the object is lost"))
+            assert member.error is not None and member.versions == [1, 1, 1]
+        assert not in_place(sync, 1) and "the object is lost" in sync.problem
+        serving = HandMember(VERIFIER)
+        settle(sync, serving)
+        assert in_place(sync, 1)
 
     def test_verifiers_that_die_of_a_version_are_not_replaced_for_ever(self) -> None:
         sync = make_sync()
