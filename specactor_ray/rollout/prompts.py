@@ -29,7 +29,11 @@ Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in prompts."""
 _OUTPUT = "0utput"
 """Placeholder for an output in renderings of the template."""
+_LONG = "Sign\u00e9:\t<b>1 & 2</b>\r\n  [3] \u6f22\u5b57 " * 1000
+"""An output that templates might shorten, wrap or escape."""
+_KEEP = "a template that appends, or environment.keep_outputs=true, with which outputs stay in the context as sampled"
 _OPENING: Sequence[Message] = ({"role": "user", "content": "Question"},)
+_LATER: Sequence[Message] = (*_OPENING, {"role": "assistant", "content": "Answer"}, *_OPENING)
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
@@ -296,10 +300,10 @@ class ChatTurns:
         self._outputs = (_OUTPUT,) if keep_outputs else _outputs_to_try(str(tokenizer.chat_template))
         self._accepted = set[frozenset[str]]()
         """Roles of appended messages with which the template keeps every output."""
-        end = self._render(_opening(_OUTPUT), False).text.partition(_OUTPUT)[2]
+        end = self._render((*_OPENING, _message_of(_OUTPUT)), False).text.partition(_OUTPUT)[2]
         for output in self._outputs:
             begin = self._render(_OPENING, True).text
-            written = self._render(_opening(output), False).text
+            written = self._render((*_OPENING, _message_of(output)), False).text
             if not keep_outputs and written != begin + output + end:
                 raise InputError(
                     "the model's chat template changes an output, or writes an output elsewhere than behind its "
@@ -326,6 +330,12 @@ class ChatTurns:
         if roles not in self._accepted:
             for other in self._outputs:
                 self._after(other, messages, roles)
+            later = self._after(_OUTPUT, messages, roles, _LATER)
+            if later.text != whole.text:
+                raise InputError(
+                    "the model's chat template writes a later turn in another way"
+                    f"{_difference(whole.text, later.text, 'a template that does not count turns')}"
+                )
             self._accepted.add(roles)
         ids = _tokenize(self._tokenizer, whole)
         if output and output[-1] in ids:
@@ -334,13 +344,16 @@ class ChatTurns:
                 ids = ids[at + 1 :]
         return tuple(ids)
 
-    def _after(self, output: str, messages: Sequence[Message], roles: frozenset[str]) -> Rendered:
+    def _after(
+        self, output: str, messages: Sequence[Message], roles: frozenset[str], opening: Sequence[Message] = _OPENING
+    ) -> Rendered:
         """What the template writes behind an output that these messages follow."""
-        whole = self._render((*_opening(output), *_checked_messages(messages)), True)
+        answered = (*opening, _message_of(output))
+        whole = self._render((*answered, *_checked_messages(messages)), True)
         if self._keeps and output in whole.text:
             return whole[whole.text.index(output) + len(output) :]
-        begin = self._render(_OPENING, True).text + output
-        before = self._render(_opening(output), False).text
+        begin = self._render(opening, True).text + output
+        before = self._render(answered, False).text
         if not before.startswith(begin) or not whole.text.startswith(before):
             raise InputError(
                 "the model's chat template changes earlier messages when it appends "
@@ -354,8 +367,8 @@ class ChatTurns:
         )
 
 
-def _opening(output: str) -> Sequence[Message]:
-    return (*_OPENING, {"role": "assistant", "content": output})
+def _message_of(output: str) -> Message:
+    return {"role": "assistant", "content": output}
 
 
 def _outputs_to_try(template: str) -> Sequence[str]:
@@ -363,16 +376,16 @@ def _outputs_to_try(template: str) -> Sequence[str]:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}\n</tool_call>'
     thought = f"<think>\nA thought.\n</think>\n\n{_OUTPUT}"
     quoted = (text for pair in re.findall(r"'([^'\\\n]+)'|\"([^\"\\\n]+)\"", template) for text in pair if text)
-    return tuple(dict.fromkeys([_OUTPUT, thought, f" \n{_OUTPUT}\n ", "", call, *(f"a {one} b" for one in quoted)]))
+    others = (f" \n{_OUTPUT}\n ", "", call, _LONG, *(f"a {one} b" for one in quoted))
+    return tuple(dict.fromkeys([_OUTPUT, thought, *others]))
 
 
-def _difference(expected: str, found: str) -> str:
+def _difference(expected: str, found: str, fix: str = _KEEP) -> str:
     """End of an error: both texts from where they begin to differ."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False))
     at = sum(1 for _ in same)
     begin = max(0, at - 20)
     return (
         ", so that a conversation cannot be continued token by token: "
-        f"{expected[begin : at + 60]!r} becomes {found[begin : at + 60]!r}. Fix: a template that appends, or "
-        "environment.keep_outputs=true, with which outputs stay in the context as sampled"
+        f"{expected[begin : at + 60]!r} becomes {found[begin : at + 60]!r}. Fix: {fix}"
     )

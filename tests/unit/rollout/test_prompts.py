@@ -174,6 +174,11 @@ FORGETFUL = (  # writes thoughts in the last turn only
     "{% if add_generation_prompt %}<|user|>assistant: <think></think>{% endif %}"
 )
 PICKY = tiny.CHAT_TEMPLATE + "{% if messages[-1]['content'] == '7' %}{{ raise_exception('no tools') }}{% endif %}"
+COUNTING = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ loop.index }}: {{ m['content'] }}<|assistant|>"
+    "{% else %}{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+)
+REMINDING = tiny.CHAT_TEMPLATE + "{% if messages | length > 4 %}Be brief. {% endif %}"
 PREFILLED = (  # puts the output elsewhere than behind the generation prompt
     "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: <think>{% endif %}"
@@ -192,6 +197,9 @@ CHANGING = {
     "a word": "{{ m['content'] | replace('maybe', 'perhaps') }}",
     "a call": "{% if '<tool_call>' in m['content'] %}{{ 'called' }}{% else %}{{ m['content'] }}{% endif %}",
     "nothing": "{% if m['content'] %}{{ m['content'] }}{% else %}{{ '(none)' }}{% endif %}",
+    "a long output": "{{ m['content'][:8000] }}",
+    "long lines": "{{ m['content'] | wordwrap(500) }}",
+    "signs": "{{ m['content'] | replace('&', 'and') }}",
 }
 CLOCK = "{{ strftime_now('%Y-%m-%d %f') }}" + tiny.CHAT_TEMPLATE
 
@@ -235,6 +243,8 @@ def test_an_output_is_not_tokenized_again() -> None:
         (PREFILLED, "writes an output elsewhere than behind its generation prompt"),
         (FORGETFUL, "changes earlier messages when it appends user messages"),
         (PICKY, "refuses these messages: no tools"),
+        (COUNTING, r"writes a later turn in another way.*user\|>3: 7.*' becomes '.*user\|>5: 7"),
+        (REMINDING, "writes a later turn in another way"),
     ],
 )
 def test_templates_that_do_not_append_are_refused(template: str | None, problem: str) -> None:
