@@ -1,8 +1,8 @@
-"""Tiny models of many families with random weights, as directories, for tests of weights and their way."""
+"""Tiny random models of many families: those that the `hf` engine serves, those that it refuses, and variants whose
+weights are sent."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +11,79 @@ import torch
 from specactor_ray.models.builtin import quiet_transformers
 
 VOCAB_SIZE = 96
-_BASE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-_BIASED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
+_SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1,
     "topk_group": 1,
-}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_WINDOW: dict[str, Any] = {"sliding_window": 8}
+_SOME = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_SCANNED = {"mamba_chunk_size": 16}  # else seconds of padding
+PROVED: dict[str, dict[str, Any]] = {
+    "afmoe": {}, "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": _WINDOW, "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT, "ernie4_5": {}, "ernie4_5_moe": {}, "exaone4": _WINDOW, "flex_olmo": {}, "gemma": {},
+    "gemma2": _WINDOW, "gemma3_text": _WINDOW, "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_bigcode": {},
+    "gpt_neox": {}, "gpt_oss": _WINDOW, "granite": {}, "granitemoe": {}, "granitemoeshared": {}, "helium": {},
+    "hunyuan_v1_dense": {}, "hunyuan_v1_moe": {}, "jetmoe": {}, "llama": {}, "mimo_v2_flash": _WINDOW,
+    "minicpm3": _LATENT, "minimax_m2": {}, "ministral": _WINDOW, "ministral3": {}, "mistral": _WINDOW, "mixtral": {},
+    "nanochat": {}, "olmo": {"clip_qkv": 0.5}, "olmo2": {}, "olmo3": _WINDOW, "olmoe": {}, "opt": {}, "persimmon": {},
+    "phi": {}, "phi3": _WINDOW, "phimoe": _WINDOW, "qwen2": _SOME, "qwen2_moe": _SOME, "qwen3": _SOME, "qwen3_moe": {},
+    "seed_oss": {}, "smollm3": {}, "starcoder2": _WINDOW, "vaultgemma": _WINDOW,
+}  # fmt: skip
+"""`model_type` → settings beside those that all share."""
+REFUSED = {
+    "bamba": _SCANNED, "bert": {}, "bloom": {}, "cpmant": {}, "deepseek_v32": _LATENT, "deepseek_v4": {},
+    "diffllama": {}, "doge": {}, "electra": {}, "falcon_h1": _SCANNED, "falcon_mamba": {}, "glm_moe_dsa": _LATENT,
+    "gptj": {"rotary_dim": 8}, "granitemoehybrid": _SCANNED, "jamba": {},
+    "lfm2": {"layer_types": ["full_attention", "conv"]},
+    "llama4_text": {"attention_chunk_size": 8}, "mamba": {}, "minimax": {}, "minimax_m3_vl_text": {}, "mpt": {},
+    "nemotron": {}, "qwen3_next": {}, "recurrent_gemma": {}, "roberta": {}, "rwkv": {}, "stablelm": {},
+    "xlm-roberta": {},
+}  # fmt: skip
+"""The same for models that must be refused by name."""
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _BASE),
-    "llama-tied": ("Llama", {**_BASE, "tie_word_embeddings": True}),
-    "llama-biases": ("Llama", {**_BASE, "attention_bias": True, "mlp_bias": True}),
-    "qwen2": ("Qwen2", _BASE),
-    "qwen3-tied": ("Qwen3", {**_BASE, "tie_word_embeddings": True}),
-    "gemma3-tied": ("Gemma3Text", {**_BASE, "tie_word_embeddings": True, "sliding_window": 16}),
-    "gpt2-tied": ("GPT2", {**_GPT2, "initializer_range": 0.3}),
-    "mixtral": ("Mixtral", {**_BASE, "num_local_experts": 4}),
-    "qwen3-moe": ("Qwen3Moe", {**_BASE, **_EXPERTS}),
-    "glm4-moe": ("Glm4Moe", {**_BASE, **_BIASED}),
-    "qwen2-moe": ("Qwen2Moe", {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 16}),
-    "ernie-moe": ("Ernie4_5_Moe", {**_BASE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
-    "granite-moe-tied": ("GraniteMoe", {**_BASE, "num_local_experts": 4, "tie_word_embeddings": True}),
-    "deepseek-v3": ("DeepseekV3", {**_BASE, **_BIASED, **_LATENT, "num_key_value_heads": 4}),
-}
-"""Name → transformers' class of the configuration, and its settings."""
+    "llama": ("llama", {}), "llama-tied": ("llama", _TIED), "llama-biases": ("llama", _BIASES), "qwen2": ("qwen2", {}),
+    "qwen3-tied": ("qwen3", _TIED), "gemma3-tied": ("gemma3_text", {}), "gpt2-tied": ("gpt2", {}),
+    "mixtral": ("mixtral", {}), "qwen3-moe": ("qwen3_moe", {}), "glm4-moe": ("glm4_moe", {"first_k_dense_replace": 1}),
+    "qwen2-moe": ("qwen2_moe", {}), "ernie-moe": ("ernie4_5_moe", {}), "granite-moe-tied": ("granitemoe", _TIED),
+    "deepseek-v3": ("deepseek_v3", {}),
+}  # fmt: skip
+"""Name → `model_type`, and settings beside those above: dense models, experts, biases, ties and buffers."""
 
 
-@functools.lru_cache
-def make_model(name: str, seed: int = 0) -> Any:
-    """A model of a family: random parameters (norms and biases, too) and buffers. Not to be changed."""
-    import transformers
+def make_model(name: str, seed: int = 0, **settings: Any) -> Any:
+    """A model of any table, in evaluation mode. Weights are large enough that errors of attention show; norms, biases
+    and buffers are random, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, settings = FAMILIES[name]
+    kind, own = FAMILIES.get(name, (name, {}))
+    settings = {**{**PROVED, **REFUSED}[kind], **own, **settings}
+    known = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+    try:
+        config = AutoConfig.for_model(kind, **{**sizes, **settings})
+    except (AttributeError, TypeError):  # a property in some classes
+        config = AutoConfig.for_model(kind, **{**{k: v for k, v in sizes.items() if k != "head_dim"}, **settings})
     torch.manual_seed(seed)
     with quiet_transformers():
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings))
+        model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
+            if not tensor.is_floating_point():
+                continue
             if tensor.dim() == 1 or tensor.min() == tensor.max():
                 tensor += 0.2 * torch.randn(tensor.shape)
-    return model.eval()
+            else:
+                tensor.normal_(0.0, 0.2)
+    return model
 
 
 def save_model(name: str, folder: Path, seed: int = 0) -> str:

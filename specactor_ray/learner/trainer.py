@@ -15,10 +15,11 @@ from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
 from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter
+from specactor_ray.learner.forward import attend_as_in_eager_mode
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, named_weights
-from specactor_ray.models.training import attend_as_in_eager_mode, recompute_layers
+from specactor_ray.models.training import recompute_layers
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
 WEIGHTS, ENGINE = "weights", "engine"
@@ -46,6 +47,8 @@ class Trainer:
         reference = None
         if config.algorithm.kl_coef:
             reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
+            # Of the policy's architecture, which was compared.
+            reference.model.set_attn_implementation(self.engine.policy.model.config._attn_implementation)
         self._updater = PolicyUpdater(self.engine, recipe, config, reference)
 
     @property
@@ -105,13 +108,14 @@ class Trainer:
             recompute_layers(model)
         self.progress.tick()
         temperature = self._config.sampling.temperature
-        return PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
+        policy = PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
+        attend_as_in_eager_mode(policy)
+        self.progress.tick()
+        return policy
 
     def _load(self, name: str) -> Any:
         trust, longest = self._config.target.trust_remote_code, self._config.target.max_model_len
-        model = load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
-        attend_as_in_eager_mode(model)
-        return model
+        return load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
 
 
 def _numel(weight: torch.Tensor) -> int:

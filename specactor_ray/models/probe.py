@@ -82,9 +82,20 @@ def _with_tolerance(model: Any, tokens: np.ndarray, logprobs: np.ndarray, key: t
 
 _EXACT_NATS, _ROUNDED_NATS, _TIMES_NOISE = 1e-3, 0.05, 6.0
 """Tolerance in float32; least tolerance in 16 bits, and its ratio to the noise of the model."""
+_FURTHEST_NATS = 0.01
+"""Largest difference of one log-probability in float32 that rounding explains."""
 _noise: dict[tuple[str, str], float] = {}
 """Model and data type → gap between two forms of attention, in nats, with its first weights here: it depends on the
 model and costs a forward."""
+
+
+def far_from(probe: Probe, logprobs: np.ndarray, exact: bool) -> str:
+    """How far log-probabilities of a probe's tokens, or of the first ones, are from it, if rounding does not explain
+    it; else empty. `exact`: they were computed in float32, where none may be far."""
+    gap, furthest = probe.gap(logprobs), float(np.abs(logprobs - probe.logprobs[: len(logprobs)]).max())
+    if gap <= probe.tolerance and (not exact or furthest <= _FURTHEST_NATS):  # the former is false for NaN
+        return ""
+    return f"{gap:.3g} nats on average and {furthest:.3g} at most, and rounding explains {probe.tolerance:.3g}"
 
 
 def eager_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:

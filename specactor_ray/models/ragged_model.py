@@ -27,7 +27,7 @@ from specactor_ray.models.packed_linear import (
     stale_weights,
 )
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.models.probe import probe_model
+from specactor_ray.models.probe import far_from, probe_model
 from specactor_ray.models.ragged_attention import (
     ATTENTION_NAME,
     MASKED_NAME,
@@ -44,8 +44,6 @@ _REFUSED = {
     "minimax_m3_vl_text": "chooses the blocks of tokens that it attends to",
 }
 """Type of a model → what it does at lengths that the comparison at load does not reach."""
-_FURTHEST_NATS = 0.01
-"""Largest difference of one log-probability from transformers', in float32, that rounding explains."""
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
 
@@ -242,17 +240,14 @@ class RaggedModel:
         """Refuse a model that does not compute here what it computes in transformers: in two parts, the first beside
         another row, with rejected tokens between them."""
         tokens = probe.token_ids[: self.cache.slots // 2]
-        found = self._logprobs_in_parts(tokens)
-        gap, exact = probe.gap(found), self.dtype == torch.float32
-        furthest = float(np.abs(found - probe.logprobs[: len(found)]).max())
-        if gap <= probe.tolerance and (not exact or furthest <= _FURTHEST_NATS):  # the former is false for NaN
-            return
-        raise ModelLoadError(
-            f"{type(self.model).__name__} does not give the log-probabilities of transformers here: they differ by "
-            f"{gap:.3g} nats on average and {furthest:.3g} at most when a sequence is fed in two parts beside another "
-            f"one, and rounding explains {probe.tolerance:.3g}. It keeps state outside keys and values, or attends in "
-            "a way that this engine does not have. Fix: use another model, or target.backend=vllm"
-        )
+        far = far_from(probe, self._logprobs_in_parts(tokens), self.dtype == torch.float32)
+        if far:
+            raise ModelLoadError(
+                f"{type(self.model).__name__} does not give the log-probabilities of transformers here: they differ by "
+                f"{far}, when a sequence is fed in two parts beside another one. It keeps state outside keys and "
+                "values, or attends in a way that this engine does not have. Fix: use another model, or "
+                "target.backend=vllm"
+            )
 
     def _logprobs_in_parts(self, tokens: np.ndarray) -> np.ndarray:
         """float32 `(n - 1,)`: log-probabilities of the tokens from the second on."""

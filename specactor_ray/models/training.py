@@ -1,4 +1,4 @@
-"""Forwards of policy and reference that compute what transformers' eager forward in evaluation mode computes."""
+"""Gradient checkpointing that computes what transformers computes in evaluation mode."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.models.probe import logprobs_as_set, probe_model
-
-
-def attend_as_in_eager_mode(model: Any) -> None:
-    """Give a loaded model eager attention if its own form leaves something out: SDPA has no soft cap of scores, and
-    what else differs shows in a comparison."""
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")
-        return
-    probe = probe_model(model)
-    if not probe.gap(logprobs_as_set(model, probe.token_ids)) <= probe.tolerance:  # NaN, too
-        model.set_attn_implementation("eager")
 
 
 def recompute_layers(model: Any) -> None:

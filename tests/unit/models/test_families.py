@@ -10,7 +10,7 @@ import torch
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models.ragged_model import RaggedModel
-from tests.proved_families import PROVED, REFUSED, make
+from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model
 
 TOKENS = 60
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -19,15 +19,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 @pytest.mark.parametrize("kind", PROVED)
 def test_log_probabilities_are_those_of_transformers(kind: str) -> None:
     """A row in chunks, with rejected tokens between them, beside a longer row."""
-    model = make(kind, PROVED[kind])
-    tokens = np.random.default_rng(1).integers(3, 96, TOKENS, np.int32)
+    model = make_model(kind)
+    tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, TOKENS, np.int32)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].float()
     ragged = RaggedModel(model, 4 << 20)
     row, other = ragged.cache.open(TOKENS), ragged.cache.open(120)
     assert row is not None and other is not None
-    company, found = np.arange(100) % 96, []
+    company, found = np.arange(100) % VOCAB_SIZE, []
     for number, (begin, end) in enumerate([(0, 13), (13, 26), (26, 39), (39, TOKENS)]):
         rows, counts = np.array([other, row]), np.array([25, end - begin])
         part = np.concatenate([company[25 * number : 25 * number + 25], tokens[begin:end]])
@@ -44,7 +44,7 @@ def test_other_models_are_refused_with_a_reason(kind: str) -> None:
     with pytest.raises(
         ModelLoadError, match=r"cannot serve it|replaceable attention|log-probabilities of transformers"
     ):
-        RaggedModel(make(kind, REFUSED[kind]), 4 << 20)
+        RaggedModel(make_model(kind), 4 << 20)
 
 
 def test_the_documented_families_are_those_that_are_compared() -> None:

@@ -1,0 +1,168 @@
+"""The trainer's forwards: those of transformers in evaluation mode for each row alone, in a micro-batch with longer and
+shorter rows, with and without gradient checkpointing; a model of which that is not true is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.learner import forward
+from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.deepspeed_engine import Rendezvous
+from specactor_ray.learner.engine import PolicyModel, WorkCounter
+from specactor_ray.learner.forward import attend_as_in_eager_mode
+from specactor_ray.learner.trainer import Trainer
+from specactor_ray.models.probe import eager_logprobs
+from specactor_ray.models.training import recompute_layers
+from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model, save_model
+
+torch.set_num_threads(1)
+NOISY = {
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3},
+    "opt": {"dropout": 0.3, "attention_dropout": 0.3},
+    "llama": {"attention_dropout": 0.3},
+    "mixtral": {"router_jitter_noise": 0.3},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+    "gemma2": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
+    "vaultgemma": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
+}
+"""Family → settings that transformers' training mode, or SDPA, computes otherwise."""
+NOT_TRAINED = {"cpmant": "those of a sequence beside a longer one differ by"}
+"""Family → why the trainer refuses it, too."""
+TRAINED = [kind for kind in (*PROVED, *REFUSED) if kind not in NOT_TRAINED]
+
+
+def samples() -> list[Sample]:
+    """Outputs of several lengths, which share a micro-batch; paddings are longer than any window."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, 30), (9, 4), (3, 60)]
+    return [
+        Sample(
+            rng.integers(3, VOCAB_SIZE, p),
+            rng.integers(3, VOCAB_SIZE, n),
+            np.zeros(n, np.float32),
+            1.0,
+            1.0,
+            np.ones(n, np.bool_),
+        )
+        for p, n in shapes
+    ]
+
+
+def scored(policy: PolicyModel, *groups: list[Sample]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    """Log-probabilities of each output, and the gradients of their sum."""
+    policy.requires_grad_(True).zero_grad()
+    found = []
+    for chosen in groups:
+        batch = collate(chosen, range(len(chosen)))
+        scores = policy(batch).logprobs
+        scores.sum().backward()
+        found += [scores[row].detach().numpy()[batch.mask[row].numpy() > 0] for row in range(len(chosen))]
+    gradients = {name: one.grad.clone() for name, one in policy.model.named_parameters() if one.grad is not None}
+    return found, gradients
+
+
+@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in TRAINED), *NOISY.items()])
+def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: str, settings: dict[str, Any]) -> None:
+    policy = PolicyModel(make_model(kind, **settings))
+    attend_as_in_eager_mode(policy)
+    together, gradients = scored(policy, samples())
+    recompute_layers(policy.model)
+    again, gradients_again = scored(policy, samples())
+    assert not any(module.training for module in policy.model.modules())
+
+    plain = PolicyModel(make_model(kind, **settings))
+    plain.model.set_attn_implementation("eager")
+    for sample, ours, ours_again in zip(samples(), together, again, strict=True):
+        theirs = eager_logprobs(plain.model, np.concatenate([sample.prompt, sample.output]).astype(np.int32))
+        theirs = theirs[len(sample.prompt) - 1 :]
+        np.testing.assert_allclose(ours, theirs, atol=1e-3)
+        np.testing.assert_allclose(ours_again, theirs, atol=1e-3)
+    _, expected = scored(plain, *([sample] for sample in samples()))
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert gradients.keys() == gradients_again.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-4 * largest, rtol=0)
+        torch.testing.assert_close(gradients_again[name], gradients[name], atol=1e-6 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("kind", NOT_TRAINED)
+def test_a_row_that_depends_on_longer_ones_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
+    config = from_mapping({"target": {"model": save_model(kind, tmp_path), "dtype": "float32"}})
+    with pytest.raises(ModelLoadError, match=rf"{NOT_TRAINED[kind]} .* Fix: train another model"):
+        Trainer(config, None, Rendezvous(0, 1, "", 0), WorkCounter())
+
+
+class Careless(torch.nn.Module):
+    """Adds to each embedding what a mistake in a model's own code would: something of the other rows."""
+
+    def __init__(self, embedding: torch.nn.Module, mistake: str) -> None:
+        super().__init__()
+        self.embedding, self.mistake = embedding, mistake
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.embedding(ids)
+        if self.mistake == "width":
+            return states * (1.0 + 1e-2 * (ids == 0).sum(-1)[:, None, None])
+        if self.mistake == "rows":
+            return states + 0.3 * states.mean(0, keepdim=True)
+        raise RuntimeError("no rows of several lengths")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [("width", "beside a longer one"), ("rows", "beside a"), ("fails", "fails with RuntimeError: no rows of several")],
+)
+def test_mistakes_of_a_models_own_code_are_found(mistake: str, reason: str) -> None:
+    model = make_model("llama")
+    model.set_input_embeddings(Careless(model.get_input_embeddings(), mistake))
+    with pytest.raises(ModelLoadError, match=reason):
+        attend_as_in_eager_mode(PolicyModel(model))
+
+
+@pytest.mark.parametrize(("settings", "temperature"), [({"max_position_embeddings": 5}, 1.0), ({}, 0.01)])
+def test_short_contexts_and_low_temperatures_are_no_difference(settings: dict[str, Any], temperature: float) -> None:
+    policy = PolicyModel(make_model("llama", **settings), temperature)
+    attend_as_in_eager_mode(policy)
+    assert policy.temperature == temperature and policy.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_policy_and_reference_are_compared_once(
+    kind: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[PolicyModel] = []
+    difference = forward._difference
+    monkeypatch.setattr(forward, "_difference", lambda policy: compared.append(policy) or difference(policy))
+    target = {"model": save_model(kind, tmp_path), "dtype": "float32"}
+    trainer = Trainer(
+        from_mapping({"target": target, "algorithm": {"kl_coef": 0.1}}), None, Rendezvous(0, 1, "", 0), WorkCounter()
+    )
+    reference = trainer._updater._reference
+    assert compared == [trainer.engine.policy] and reference is not None
+    assert reference.model.config._attn_implementation == attention
+    assert trainer.engine.policy.model.config._attn_implementation == attention
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    kept: list[int] = []
+    for recomputed in (False, True):
+        model = make_model("llama").requires_grad_(True)
+        if recomputed:
+            recompute_layers(model)
+        seen: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, seen=seen: seen.append(x) or x, lambda x: x):
+            model(torch.arange(20)[None], use_cache=False)
+        kept.append(len(seen))
+    assert kept[1] < kept[0] / 3
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="gradient_checkpointing=false"):
+        recompute_layers(torch.nn.Linear(2, 2))
