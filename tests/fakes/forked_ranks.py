@@ -33,10 +33,10 @@ _forks.set_forkserver_preload(["tests.fakes.forked_rank"])
 class ForkedRank:
     """One rank's process, with a pipe for its work and one for its heartbeat."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self.work, work = _forks.Pipe()
         self.heartbeat, heartbeat = _forks.Pipe()
-        self.process = _forks.Process(target=serve_rank, args=(work, heartbeat), daemon=True)
+        self.process = _forks.Process(target=serve_rank, args=(work, heartbeat, prepare), daemon=True)
         self.process.start()
         work.close()
         heartbeat.close()
@@ -96,10 +96,12 @@ class PipeTransport(LocalObjects):
         return {sent for sent in answers if (sent.pipe, sent.number) in self._answers or sent.pipe in self._lost}
 
 
-def serve_rank(work: Connection, heartbeat: Connection) -> None:
+def serve_rank(work: Connection, heartbeat: Connection, prepare: Callable[[], None] | None) -> None:
     """What the process of a rank does: carries out one call after the other, and answers heartbeats meanwhile."""
     from specactor_ray.actors.trainer import TrainerActor
 
+    if prepare is not None:
+        prepare()
     actor = TrainerActor("WARNING", Calls(PipeTransport()))
 
     def serve(pipe: Connection) -> None:
@@ -121,10 +123,12 @@ def serve_rank(work: Connection, heartbeat: Connection) -> None:
 
 
 class ForkedRanks(TrainerRanks):
-    """The ranks of a configuration, started as `TrainerGroup` starts them."""
+    """The ranks of a configuration, as `TrainerGroup` starts them. `prepare` is called first in each process."""
 
-    def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
-        self.processes = [ForkedRank() for _ in range(config.trainer.ranks)]
+    def __init__(
+        self, config: Config, checkpoint: Path | None = None, prepare: Callable[[], None] | None = None
+    ) -> None:
+        self.processes = [ForkedRank(prepare) for _ in range(config.trainer.ranks)]
         super().__init__(self.processes, Calls(PipeTransport()), config.trainer.stall_timeout_s)
         self.start(config, checkpoint, "127.0.0.1", free_port(), threads=1)
 
