@@ -150,6 +150,9 @@ class TargetConfig:
     compiled: bool = True
     """For `vllm`: compile the model at every start. With false it starts in seconds instead of a minute (SmolLM2 on two
     cores), and steps are 5 to 25% slower."""
+    updates: bool = False
+    """For `vllm`: try an update of the weights at the start, and refuse a model that cannot take it. Training and verl
+    set it; set it for a server that a trainer updates."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     """For `vllm`: further arguments of its engine (`EngineArgs`), such as {kv_cache_dtype: fp8}. Arguments that other
     keys set, and those that keyed sampling does not support, are refused with the reason."""

@@ -119,6 +119,10 @@ class TopTokens:
     logprobs: np.ndarray
 
 
+_PART = 48
+"""About as many tokens of a probe are judged together."""
+
+
 class Probe(NamedTuple):
     """What a model with certain weights computes, for comparisons."""
 
@@ -131,7 +135,10 @@ class Probe(NamedTuple):
 
     def gap(self, logprobs: np.ndarray) -> float:
         """Average difference from these log-probabilities of the same tokens, or of the first ones, without the largest
-        quarter: an expert that rounding chooses differently moves a few positions far. NaN if one of them is."""
-        differences = np.sort(np.abs(logprobs - self.logprobs[: len(logprobs)]))
-        nearer = differences[: math.ceil(0.75 * len(differences))]
-        return float(nearer.mean()) if np.isfinite(differences).all() else math.nan
+        quarter: an expert that rounding chooses differently moves a few positions far. Of the part of the tokens where
+        it is largest: a window of attention shows behind it. NaN if one of them is."""
+        differences = np.abs(logprobs - self.logprobs[: len(logprobs)])
+        if not np.isfinite(differences).all():
+            return math.nan
+        parts = np.array_split(differences, max(1, round(len(differences) / _PART)))
+        return max(float(np.sort(part)[: math.ceil(0.75 * len(part))].mean()) for part in parts)

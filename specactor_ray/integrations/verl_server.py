@@ -82,6 +82,7 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
             "tensor_parallel": ranks,
             "backend": "vllm" if ranks > 1 else "hf",
             "gpus": gpus,
+            "updates": True,
             "max_batch": min(rollout.max_num_seqs, TargetConfig(gpus=gpus).max_batch or _ANY_NUMBER),
         },
     }

@@ -240,7 +240,7 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
     from safetensors import SafetensorError
 
     damaged = (SafetensorError, pickle.UnpicklingError)
-    known: tuple[type[Exception], ...] = (OSError, ImportError, *wrong_value_errors(), *damaged)
+    known: tuple[type[Exception], ...] = (OSError, *wrong_value_errors(), *damaged)
     source, revision = locate_model(name)
     offline = isinstance(source, str) and not hub_reachable()
     access: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -255,11 +255,12 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
 
 
 def wrong_value_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of transformers for a configuration with values of a wrong type."""
+    """Exceptions of the model code of transformers and vLLM, for example for a configuration with values of a wrong
+    type."""
     from huggingface_hub.errors import StrictDataclassError
 
-    builtin = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
-    return *builtin, StrictDataclassError
+    plain = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
+    return *plain, NameError, AssertionError, ImportError, StrictDataclassError
 
 
 def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> str:

@@ -17,6 +17,8 @@ from specactor_ray.models.loading import load_empty_model, parse_dtype
 from specactor_ray.models.rotary import fix_positions
 
 PROBE_LENGTH = 48
+LONGEST_WINDOW = 512
+"""Longest window of attention beyond which a model is compared at load: that costs a forward of so many tokens."""
 
 
 def probe_tokens(vocab_size: int, length: int = PROBE_LENGTH) -> np.ndarray:
@@ -55,16 +57,27 @@ def probe_of(
 
 
 def probe_model(model: Any) -> Probe:
-    """What transformers computes for a loaded, unchanged model, on its device and in its data type."""
-    tokens = _tokens_for(model)
+    """What transformers computes for a loaded, unchanged model, on its device and in its data type; `PROBE_LENGTH`
+    tokens beyond its window if that is small."""
+    windows = [window for window in windows_of(model.config.get_text_config()) if window <= LONGEST_WINDOW]
+    tokens = _tokens_for(model, PROBE_LENGTH + max(windows, default=0))
     return _with_tolerance(model, tokens, eager_logprobs(model, tokens), None)
 
 
-def _tokens_for(model: Any) -> np.ndarray:
-    """`probe_tokens` of a model, as many as its context takes."""
+def windows_of(text: Any) -> list[int]:
+    """Windows of attention that a text configuration names, ascending."""
+    found = (getattr(text, name, None) for name in _WINDOWS)
+    return sorted(window for window in found if isinstance(window, int) and window > 0)
+
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
+
+
+def _tokens_for(model: Any, length: int = PROBE_LENGTH) -> np.ndarray:
+    """`probe_tokens` of a model, at most `length`, as many as its context takes."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or PROBE_LENGTH
-    return probe_tokens(config.vocab_size, min(PROBE_LENGTH, longest))
+    return probe_tokens(config.vocab_size, min(length, longest))
 
 
 def _with_tolerance(model: Any, tokens: np.ndarray, logprobs: np.ndarray, key: tuple[str, str] | None) -> Probe:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from specactor_ray.core.errors import WeightsError
-from specactor_ray.models.loading import load_empty_model, weight_shapes
+from specactor_ray.models.loading import load_empty_model, weight_shapes, wrong_value_errors
 from specactor_ray.models.packed_linear import whole_weights
 
 
@@ -32,6 +32,6 @@ class WeightFormat:
         own = {name: tensor for name, tensor in weights.items() if name not in self._tied}
         try:
             return dict(revert_weight_conversion(self._model, own))
-        except (ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
+        except wrong_value_errors() as error:
             kind = type(self._model).__name__
             raise WeightsError(f"transformers cannot write the weights of {kind} for vLLM: {error}") from error

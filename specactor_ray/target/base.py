@@ -210,8 +210,16 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
         config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
     if config.backend == "vllm":
         from specactor_ray.target.vllm import VllmEngine
+        from specactor_ray.target.vllm_proof import LoadProof
 
-        return VllmEngine(config, max_drafts)
+        proof = LoadProof(config)
+        engine = VllmEngine(config, max_drafts)
+        try:
+            proof.require(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
     from specactor_ray.target.hf import HfEngine
 
     return HfEngine.from_config(config, device)

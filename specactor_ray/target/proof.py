@@ -1,4 +1,5 @@
-"""Proof of an update: an engine computes with new weights what transformers computes with them."""
+"""Proof of an engine: it computes with its weights what transformers computes with them, after the load of a model and
+after each update."""
 
 from __future__ import annotations
 
@@ -6,29 +7,34 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.core.errors import WeightsError
+from specactor_ray.core.types import Probe
 from specactor_ray.target.base import TargetEngine
-from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 _NAMED = 3
 
 
-def prove(engine: TargetEngine, weights: WeightSet, state_dict: Mapping[str, Any]) -> None:
-    """Compare the engine, which has just loaded these weights, with their probe, and tensor by tensor where it can read
-    its own. Raises WeightsError, with the names of tensors that did not arrive."""
-    if weights.probe is None:
+def prove(engine: TargetEngine, probe: Probe | None, what: str, state_dict: Mapping[str, Any] | None = None) -> None:
+    """Compare the engine, which has just loaded weights, with their probe, and with `state_dict`, if given, tensor by
+    tensor where it can read its own. WeightsError: it computes something else; the message begins with `what`, and has
+    the names of tensors that did not arrive."""
+    if probe is None:
         return
-    count = min(len(weights.probe.token_ids), engine.max_model_len - 1)
-    gap = weights.probe.gap(engine.prompt_logprobs(weights.probe.token_ids[:count]))
-    stale = engine.stale_weights(state_dict)
-    logger.info("weights %d: %.3g nats from transformers on average", weights.version, gap)
-    if gap <= weights.probe.tolerance and not stale:  # the former is false for NaN
+    count = min(len(probe.token_ids), engine.max_model_len - 1)
+    found = engine.prompt_logprobs(probe.token_ids[:count])
+    gap, stale = probe.gap(found), engine.stale_weights(state_dict) if state_dict else []
+    logger.info("%s: %.3g nats from transformers on average, %.3g is rounding", what, gap, probe.tolerance)
+    if gap <= probe.tolerance and not stale:  # the former is false for NaN
         return
     more = f" and {len(stale) - _NAMED} more" if stale[_NAMED:] else ""
     where = f"; not loaded: {', '.join(stale[:_NAMED])}{more}" if stale else ""
+    apart = np.flatnonzero(~(np.abs(found - probe.logprobs[: len(found)]) <= 10 * probe.tolerance))
+    begin = f", from token {apart[0] + 1} of {count} on" if len(apart) and apart[0] else ""
     raise WeightsError(
-        f"weights of version {weights.version} did not arrive: the engine's log-probabilities differ by {gap:.3g} nats "
-        f"on average from transformers' with them, and rounding explains {weights.probe.tolerance:.3g}{where}. "
+        f"{what}: the engine's log-probabilities differ by {gap:.3g} nats on average from transformers' with the same "
+        f"weights{begin}, and rounding explains {probe.tolerance:.3g}{where}. "
         "Fix: serve this model with the other target.backend"
     )

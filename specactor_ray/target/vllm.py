@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fall_back
-from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped
+from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, WeightsError, clipped
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams, TopTokens
-from specactor_ray.models.loading import load_eos_token_ids
+from specactor_ray.models.loading import load_eos_token_ids, wrong_value_errors
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
@@ -101,10 +102,10 @@ class VllmEngine:
             settings = EngineArgs(**arguments).create_engine_config()
             with kernel_scan_without_llvmlite():
                 self._core = EngineCore(settings, Executor.get_class(settings), log_stats=False)
-        except (ValueError, RuntimeError) as error:  # vLLM's checks of the model and its settings raise both
+        except wrong_value_errors() as error:  # vLLM's checks of the model and its settings
             _name_argument(error, config.engine_arguments)
             fix = " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
-            reason = " ".join(str(error).split())[:400] or type(error).__name__
+            reason = _reason_of(error)
             hint = fix if "cache" in str(error).lower() else ""
             raise ModelLoadError(f"vllm cannot serve {config.model}: {reason}{hint}") from error
         self._config, self._max_drafts = config, max_drafts
@@ -228,11 +229,16 @@ class VllmEngine:
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)
-        if self._config.tensor_parallel == 1:
-            self._core.collective_rpc("replace_weights", kwargs={"weights": weights})
-        else:
-            with folder_of(weights) as folder:
-                self._core.collective_rpc("replace_weights", kwargs={"folder": folder})
+        try:
+            if self._config.tensor_parallel == 1:
+                self._core.collective_rpc("replace_weights", kwargs={"weights": weights})
+            else:
+                with folder_of(weights) as folder:
+                    self._core.collective_rpc("replace_weights", kwargs={"folder": folder})
+        except wrong_value_errors() as error:  # those of vLLM's model classes
+            raise WeightsError(
+                f"vLLM cannot load new weights of {self._config.model}: {_reason_of(error)}. Fix: target.backend=hf"
+            ) from error
         self._core.reset_prefix_cache(reset_running_requests=True)
         self.weight_version, self._decoding = version, None
 
@@ -244,18 +250,30 @@ class VllmEngine:
             return WeightFormat(self._config.model, trust_remote_code=self._config.trust_remote_code)
 
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        if self.has_work():
-            raise InputError("requests are running")
-        sampling, found = (
-            SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True),
-            np.zeros((0, 3), np.float32),
-        )
-        self.add(0, TargetRequest("probe", tuple(token_ids.tolist()), sampling))
-        while self.has_work():
-            found = self.step().prompt_logprobs.get(0, found)
-        self.reset_prefix_cache()
+        found = np.zeros((0, 3), np.float32)
+        row = max(self._rows.requests, default=-1) + 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True)
+        with self._requests_held():
+            self.add(row, TargetRequest("probe", tuple(token_ids.tolist()), sampling))
+            while row in self._rows.requests:
+                found = self.step().prompt_logprobs.get(row, found)
+            self.reset_prefix_cache()
         own: np.ndarray = found[:, 0]
         return own
+
+    @contextlib.contextmanager
+    def _requests_held(self) -> Iterator[None]:
+        """Take all requests from vLLM's scheduler, which computes them again afterwards."""
+        scheduler = self._core.scheduler
+        self._core.reset_prefix_cache(reset_running_requests=True)  # running ones wait again
+        held = list(scheduler.waiting)
+        scheduler.waiting.remove_requests(held)
+        self._decoding = None
+        try:
+            yield
+        finally:
+            scheduler.waiting.prepend_requests(reversed(held))  # the last one first
+            self._decoding = None
 
     def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
         return []  # its own names and layouts
@@ -291,6 +309,15 @@ class NothingProposed:
     def propose(self, sampled_token_ids: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
         del args, kwargs
         return [[] for _ in sampled_token_ids]
+
+
+def _reason_of(error: Exception) -> str:
+    """The text of vLLM's error on one line; of an assertion or a missing key its place, too."""
+    text = " ".join(str(error).split())[:400]
+    if text and not isinstance(error, LookupError | AssertionError):
+        return text
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} {text} in {where.name}: {where.line}"
 
 
 def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:

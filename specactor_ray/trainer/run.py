@@ -132,6 +132,7 @@ def _tokenizer(config: Config) -> Any:
 def prepare(config: Config) -> None:
     """Set values that depend on other sections, and refuse what cannot work. Raises ConfigError."""
     validate_training(config)
+    config.target.updates = True
     generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]

@@ -228,7 +228,9 @@ class VerifyLoop(Loop):
         engine.weight_version = _NO_VERSION  # unless all goes well
         self._unproved = None
         engine.load_weights(weights.version, state_dict)
-        self._unproved = functools.partial(prove, engine, weights, state_dict)
+        self._unproved = functools.partial(
+            prove, engine, weights.probe, f"weights of version {weights.version} did not arrive", state_dict
+        )
         if not self._asleep:
             self._prove()
 

@@ -46,6 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", _BASE),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "phi3": ("Phi3", {**_GROUPED, "sliding_window": 16, "pad_token_id": 0}),
+    "gemma3-tied": ("Gemma3Text", {**_TIED, "sliding_window": 16}),
     "glm4-moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
 }
 """Name → transformers' class of the configuration, and its settings."""

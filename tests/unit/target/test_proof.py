@@ -59,7 +59,7 @@ def test_one_tensor_at_a_time_is_what_transformers_computes(name: str, tmp_path:
         assert weights.probe is not None
         np.testing.assert_allclose(found, weights.probe.logprobs, atol=1e-4, err_msg=key)
         assert np.abs(found - before).max() > 1e-3, f"{key} has no effect in this test"
-        prove(engine, weights, tensors)
+        prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
         assert not engine.stale_weights(tensors)
     weights, tensors = sent(layout, moved(name))
     engine.load_weights(len(own) + 1, tensors)
@@ -86,7 +86,7 @@ def test_a_dropped_tensor_is_found_by_name(name: str, dropped: str, dtype: str, 
     weights, tensors = sent(layout, {**moved(name)})
     engine.load_weights(1, tensors)
     with pytest.raises(WeightsError, match=rf"version 1 did not arrive: .* not loaded: {dropped}"):
-        prove(engine, weights, tensors)
+        prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -95,9 +95,9 @@ def test_rounding_to_bfloat16_is_no_lost_weight(name: str, tmp_path: Path) -> No
     engine, layout = make_engine(folder, "bfloat16"), WeightLayout.of(folder, "bfloat16", 10_000)
     weights, tensors = sent(layout, moved(name))
     with pytest.raises(WeightsError):
-        prove(engine, weights, tensors)
+        prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
     engine.load_weights(1, tensors)
-    prove(engine, weights, tensors)
+    prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
 
 
 def test_a_probe_copies_no_weights_and_refuses_what_is_no_model(tmp_path: Path) -> None:
