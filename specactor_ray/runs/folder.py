@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.load import save_config
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError, SpecActorError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,17 @@ def run_dir_errors(folder: Path) -> Iterator[None]:
         reason = error.strerror or error
         named = error.filename or folder
         raise InputError(f"run.dir: {named} cannot be written to ({reason}); name another folder") from None
+
+
+@contextlib.contextmanager
+def results_in(folder: Path) -> Iterator[None]:
+    """Raise errors of the file system as one of a run that has begun, and that cannot write its results."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or folder} cannot be written to ({error.strerror or error})"
+        fix = "make room or restore the folder; resume=auto continues with what is there"
+        raise SpecActorError(f"run.dir: {what}, so the run ends. Fix: {fix}") from error
 
 
 def save_run_config(config: Config, folder: Path) -> None:

@@ -26,7 +26,14 @@ from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.preflight import identity_of, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts, text_options
-from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome, discard_run_folder, lease_new, save_run_config
+from specactor_ray.runs.folder import (
+    SUMMARY_FILE,
+    RunOutcome,
+    discard_run_folder,
+    lease_new,
+    results_in,
+    save_run_config,
+)
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
@@ -174,7 +181,8 @@ def _run(
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
-            writer.flush()
+            with results_in(folder):
+                writer.flush()
             done, status = True, "complete"
             if tally.failures.total() == tally.total:
                 status, error = "failed", "every trajectory failed"
@@ -197,9 +205,11 @@ def _run(
                 **_figures(rollout, tally, time.monotonic() - begin),
                 "output": str((writer.path if done else writer.partial).resolve()),
             }
-            write_json(folder / SUMMARY_FILE, summary)
+            with results_in(folder):
+                write_json(folder / SUMMARY_FILE, summary)
         if done:
-            writer.complete()  # last: a run that is killed before it can be continued
+            with results_in(folder):
+                writer.complete()  # last: a run that is killed before it can be continued
     return RunOutcome(folder, summary)
 
 
@@ -222,7 +232,8 @@ def _consume(
     with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
             row = trajectory.to_json()
-            writer.write(row)
+            with results_in(writer.partial.parent):
+                writer.write(row)
             tally.add(row)
 
 

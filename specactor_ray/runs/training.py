@@ -17,7 +17,7 @@ from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
+from specactor_ray.core.files import open_regular, parse_json, read_foreign, remove_if_empty, write_text
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (
@@ -168,17 +168,21 @@ def model_facts(target: TargetConfig) -> dict[str, Any]:
 
 
 def _keep_metrics_until(file: Path, step: int) -> None:
-    """Drop the records of steps that will be repeated, and an incomplete last line."""
+    """Drop the records of steps that will be repeated, an incomplete last line, and with a warning damaged lines."""
     if not file.exists():
         return
-    kept = []
-    for line in read_foreign(file, _MOST_METRICS_BYTES).split("\n"):
+    with open(open_regular(file), "rb") as opened:
+        lines = opened.read().split(b"\n")
+    kept, damaged = list[str](), list[int]()
+    for number, line in enumerate(lines, start=1):
         try:
-            if parse_json(line)["step"] > step:
-                break
+            text = line.decode()
+            if parse_json(text)["step"] <= step:
+                kept.append(text + "\n")
         except (ValueError, KeyError, TypeError):
-            break
-        kept.append(line + "\n")
+            damaged.append(number)
+    if damaged := damaged[: -1 if damaged[-1:] == [len(lines)] else None]:
+        logger.warning("%s: no records in lines %s; they are removed", file, ", ".join(map(str, damaged)))
     write_text(file, "".join(kept), shared=True)
 
 

@@ -35,9 +35,13 @@ _SAME = (
     "target.dtype",
     "target.max_model_len",
     "data.chat",
+    "data.add_special_tokens",
+    "data.split_special_tokens",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
 )
 """Keys whose values determine the outputs."""
+_REASONS = ("stop", "length", "abort", "error")
+_KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 
@@ -126,9 +130,10 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
         try:
             row = parse_json(line.decode())
             index, sample = row["prompt_index"], row["sample_index"]
-            seed = derive_seed(config.sampling.seed, index, sample)
-            known = isinstance(row["finish_reason"], str) and isinstance(row["token_ids"], list)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            known = all(isinstance(row.get(name), kind) for name, kind in _KINDS.items())
+            known &= type(index) is type(sample) is int and row["finish_reason"] in _REASONS
+            seed = derive_seed(config.sampling.seed, index, sample) if known else None
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"{where}: this is no trajectory ({error!r}). {_REMOVE}") from None
         if not known or (index, sample) in rows:
             raise InputError(f"{where}: this is no trajectory, or one that is there twice. {_REMOVE}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
+from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.folder import RunOutcome
@@ -200,7 +202,7 @@ class TestRun:
     def test_a_run_that_ends_before_its_file_has_its_name_is_continued(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as context:
             context.setattr(TrajectoryWriter, "complete", Mock(side_effect=OSError("killed here")))
-            with pytest.raises(OSError, match="killed here"):
+            with pytest.raises(SpecActorError, match="killed here"):
                 self.run(trajectory(0), trajectory(1), trajectory(2))
         outcome = self.run(resume="auto")
         assert outcome.summary["status"] == "complete" and outcome.summary["resumed"] == 3
@@ -220,6 +222,13 @@ class TestRun:
         summary = json.loads(Path("runs/r/summary.json").read_text())
         assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: broken")
         assert len(Path("runs/r/trajectories.jsonl.partial").read_text().splitlines()) == 1
+
+    def test_a_folder_that_is_removed_ends_the_run_in_one_line(self) -> None:
+        removal = functools.partial(shutil.rmtree, "runs/r")
+        for script in ([trajectory(0), removal, trajectory(1)], [*map(trajectory, range(3)), removal]):
+            with pytest.raises(SpecActorError, match=r"^run\.dir: runs/r\S* cannot be written to \(No such file"):
+                self.run(*script)
+            assert not Path("runs/r").exists()
 
     def test_an_interrupted_run_is_continued(self) -> None:
         self.run(trajectory(2), trajectory(0, error="no"), KeyboardInterrupt(), name=None)
@@ -243,6 +252,11 @@ class TestRun:
                 {"target": {"model": str(tiny_draft())}},
                 r"target.model: is '.*draft.*', and the interrupted run r has '",
             ),
+            (
+                {"split_special_tokens": True},
+                r"data.split_special_tokens: is True, and the interrupted run r has False",
+            ),
+            ({"add_special_tokens": False}, r"data.add_special_tokens: is False, and the interrupted run r has True"),
             ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
             ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
             ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
@@ -263,6 +277,10 @@ class TestRun:
             "my notes\nwithout an end",
             "[]\n",
             '{"prompt_index": 1, "sample_index": 0, "finish_reason": [], "token_ids": []}\n',
+            '{"prompt_index": 1.0, "sample_index": 0, "finish_reason": "stop", "token_ids": [], "seed": 1}\n',
+            '{"prompt_index": 1, "sample_index": false, "finish_reason": "stop", "token_ids": [], "seed": 1}\n',
+            '{"prompt_index": 1, "sample_index": 0, "finish_reason": "gone", "token_ids": [], "seed": 1}\n',
+            "\0" * 100 + "\n",
             "",
         ],
     )

@@ -126,6 +126,17 @@ def test_where_a_run_goes_on(tmp_path: Path) -> None:
         open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
+def test_a_damaged_record_loses_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(tmp_path, steps=3)
+    file = tmp_path / "runs" / "r" / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([lines[0], b"\0\xff" * 9, b'{"step": "2"}', *lines[1:]]))
+    run = open_run(settings(tmp_path, "resume=auto", "run.name=r"))
+    assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+    assert "metrics.jsonl: no records in lines 2, 3; they are removed" in caplog.text
+    run.close()
+
+
 def test_where_a_run_begins_anew(tmp_path: Path) -> None:
     run = open_run(settings(tmp_path, "resume=auto", "run.name=new"))
     assert run.checkpoint is None and run.state.step == 0
