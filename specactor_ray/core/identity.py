@@ -51,9 +51,10 @@ def token_identity(
             return TokenIdentity(True, "VLLM_BATCH_INVARIANT is set, so vLLM's kernels do not depend on the batch")
         hint = "; VLLM_BATCH_INVARIANT=1 selects kernels that do not" if backend == "vllm" else ""
         return TokenIdentity(False, f"the GPU's kernels depend on the number of rows{hint}")
+    if mixture:
+        return TokenIdentity(False, f"a mixture of experts in {dtype} on CPUs is rounded by the rows of each expert")
     if dtype == "float32":
         return TokenIdentity(True, "float32 on CPUs")
-    if dtype == "bfloat16" and not mixture:
+    if dtype == "bfloat16":
         return TokenIdentity(True, "bfloat16 on CPUs, whose products do not depend on the number of rows")
-    what = "a mixture of experts" if mixture else "a product"
-    return TokenIdentity(False, f"{what} in {dtype} on CPUs is rounded by the number of rows; float32 is not")
+    return TokenIdentity(False, f"a product in {dtype} on CPUs is rounded by the number of rows; float32 is not")
