@@ -113,25 +113,23 @@ class DeepSpeedEngine(TorchEngine):
         self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
-        if float(self.over_ranks(self._largest_gradient(), maximum=True)) == 0.0:
+        norm = largest = float(self.over_ranks(self._largest_gradient(), maximum=True))
+        if 0.0 < largest < math.inf:
+            for group in self._engine.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._engine.step()
+            left_out = self._engine.optimizer.overflow  # the norm is infinite in float32
+            norm = math.inf if left_out else max(float(self._engine.get_global_grad_norm()), largest)
+        else:
             self.skip()
-            self._progress.tick()
-            return 0.0
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._engine.step()
         self._progress.tick()
-        norm = self._engine.get_global_grad_norm()
-        return float(norm if norm is not None else 0.0)
+        return norm
 
     def _largest_gradient(self) -> torch.Tensor:
-        """Largest absolute element of this rank's share of the gradients; infinite if one of them is not finite, or if
-        the share is held elsewhere (offloaded)."""
+        """Largest absolute element of this rank's share of the gradients; infinite if one of them is not finite."""
         shares = [gradient for group in self._shares().values() for gradient in group or () if gradient.numel()]
-        if not shares:
-            return torch.tensor(math.inf, device=self.device)
         largest = [torch.zeros((), device=self.device), *(share.abs().max().float() for share in shares)]
-        return torch.stack(largest).max().nan_to_num(math.inf)
+        return torch.stack(largest).max().nan_to_num(math.inf, math.inf)
 
     def skip(self) -> None:
         """Drop the gradients, reduced and not."""
@@ -140,7 +138,7 @@ class DeepSpeedEngine(TorchEngine):
 
     def _shares(self) -> dict[int, list[torch.Tensor] | None]:
         """This rank's share of the gradients, between backward and step."""
-        shares: dict[int, list[torch.Tensor] | None] = getattr(self._engine.optimizer, "averaged_gradients", {})
+        shares: dict[int, list[torch.Tensor] | None] = self._engine.optimizer.averaged_gradients
         return shares
 
     def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:

@@ -176,7 +176,7 @@ class TorchEngine:
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, and drop the gradients; without an update if they are 0 or not finite. Returns the norm before
-        clipping."""
+        clipping, which is 0 only if every element is."""
         norm = clipped_step(self._optimizer, self._config.max_grad_norm, learning_rate)
         self._progress.tick()
         return norm
@@ -225,9 +225,12 @@ class TorchEngine:
 
 def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float, learning_rate: float) -> float:
     """Clip the gradients, update, and drop the gradients; without an update if they are not finite, or 0, where the
-    optimizer's moments alone would move the weights. Returns their norm before clipping."""
+    optimizer's moments alone would move the weights. Returns their norm before clipping, at least the largest element:
+    squares of small ones are 0 in float32."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    largest = float(torch.nn.utils.get_total_norm(gradients, math.inf))
+    norm = max(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)), largest)
     if math.isfinite(norm) and norm > 0.0:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate

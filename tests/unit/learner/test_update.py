@@ -157,6 +157,19 @@ def test_a_gradient_of_zero_moves_no_weight(algorithm: str) -> None:
     assert any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
 
 
+def test_a_gradient_whose_squares_are_zero_or_infinite_in_float32() -> None:
+    settings = config(name="grpo")
+    engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
+    updater = PolicyUpdater(engine, make_recipe(settings), settings)
+    updater.update(make_samples(), 0, seed=0)
+    for step, advantage, left_out in ((1, 1e30, "skipped"), (2, 1e-27, ""), (3, 1e-38, ""), (4, 0.0, "no_gradient")):
+        before = {name: value.clone() for name, value in engine.policy.state_dict().items()}
+        metrics = updater.update([replace(one, advantage=advantage) for one in make_samples(seed=1)], step, seed=step)
+        assert [name for name in ("skipped", "no_gradient") if metrics[name]] == ([left_out] if left_out else [])
+        moved = any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
+        assert moved == (not left_out) and (metrics["grad_norm"] > 0) == (not left_out)
+
+
 def test_the_kl_term_pulls_towards_the_start() -> None:
     """Without rewards, an update lowers the divergence from a policy that drifted: as an expectation over samples."""
     settings = config(kl_coef=1.0)
