@@ -220,6 +220,7 @@ def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
         "rewards": [
             (one["train"]["reward_mean"], one["train"]["reward_std"] / math.sqrt(max(one["train"]["sampled"], 1)))
             for one in records
+            if one["train"]["reward_mean"] is not None
         ],
         "acceptance_lengths": [one["speed"]["acceptance_length"] for one in records],
     }

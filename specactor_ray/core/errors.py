@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -44,6 +45,16 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     close = [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
     close = close or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def counted_by_kind(reasons: Mapping[str, int]) -> str:
+    """Failures by kind, most frequent first, such as `120 x TimeoutError, 8 x ValueError: no box`. A kind is the text
+    before a colon; it has the rest of its text if that is always the same."""
+    kinds: dict[str, Counter[str]] = {}
+    for reason, count in reasons.items():
+        kinds.setdefault(reason.partition(":")[0], Counter())[reason] += count
+    ordered = sorted(kinds.items(), key=lambda pair: -pair[1].total())
+    return ", ".join(f"{of.total()} x {next(iter(of)) if len(of) == 1 else kind}" for kind, of in ordered)
 
 
 class SpecActorError(Exception):

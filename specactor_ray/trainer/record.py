@@ -14,7 +14,7 @@ import yaml
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.environment import fitting_dtype, hardware, versions
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import InputError, counted_by_kind
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.preflight import identity_of
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("rollout", "update", "sync", "checkpoint")
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
-    ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
-    ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
+    ("reward", lambda r: _of_rewards(r, lambda t: f"{t['reward_mean']:.3f} ±{t['reward_std']:.2f}")),
+    ("pass", lambda r: _of_rewards(r, lambda t: f"{100 * t['pass_rate']:.0f}%")),
     ("length", lambda r: f"{r['train']['length_mean']:.1f}"),
     ("turns", lambda r: f"{r['train']['turns_mean']:.1f}" if "turns_mean" in r["train"] else "-"),
     ("kl", lambda r: f"{r['train']['kl']:.4f}" if "kl" in r["train"] else "-"),
@@ -234,9 +234,9 @@ class StepRecorder:
             update = {**staleness_of(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
-            "reward_mean": mean(rewards or [0.0]),
-            "reward_std": pstdev(rewards or [0.0]),
-            "pass_rate": mean(passed or [0.0]),
+            "reward_mean": mean(rewards) if rewards else None,
+            "reward_std": pstdev(rewards) if rewards else None,
+            "pass_rate": mean(passed) if passed else None,
             "length_mean": mean(lengths or [0.0]),
             "truncated": mean(truncated or [0.0]),
             "samples": len(experience.samples),
@@ -277,14 +277,28 @@ class StepRecorder:
 
     def _warn(self, record: Mapping[str, Any]) -> None:
         self._gap.judge(record, record["step"] == self._config.trainer.steps)
-        for reason, count in record["failures"]["reward"].items():
-            logger.warning("step %d: %d samples have no reward: %s", record["step"], count, reason)
+        for part, text in (("reward", "samples have no reward"), ("rollout", "outputs are missing")):
+            if reasons := record["failures"][part]:
+                count, causes = sum(reasons.values()), counted_by_kind(reasons)
+                logger.warning("step %d: %d %s: %s", record["step"], count, text, causes)
+        train = record["train"]
+        for name, reason in (
+            ("skipped", "the loss or the gradient is not finite"),
+            ("no_gradient", "the gradient is 0"),
+        ):
+            if train[name]:
+                logger.warning("step %d: optimizer steps left out: %d (%s)", record["step"], train[name], reason)
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:
     """The acceptance rate of each method, such as `ngram 41%`."""
     used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
     return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
+
+
+def _of_rewards(record: Mapping[str, Any], text: Callable[[Mapping[str, Any]], str]) -> str:
+    train = record["train"]
+    return "-" if train["reward_mean"] is None else text(train)
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:
@@ -309,8 +323,8 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[str, Any]:
-    """Seconds per phase, tokens, and drafted and accepted tokens per method over the whole run. `rest`: seconds per
-    phase after the last record, such as those of the last checkpoint."""
+    """Seconds per phase, tokens, drafted and accepted tokens per method, failures and optimizer steps left out over the
+    whole run. `rest`: seconds per phase after the last record, such as those of the last checkpoint."""
     rest = {**rest, "step": sum(rest.values())}
     seconds = {
         phase: round(sum(record["seconds"].get(phase, 0.0) for record in records) + rest.get(phase, 0.0), 3)
@@ -320,4 +334,10 @@ def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[
     for record in records:
         for method, counts in record["speed"]["by_method"].items():
             drafters[method] = [sum(pair) for pair in zip(drafters.get(method, (0, 0)), counts, strict=True)]
-    return {"seconds": seconds, "tokens": sum(record["speed"]["tokens"] for record in records), "drafters": drafters}
+    failures: dict[str, Counter[str]] = {"reward": Counter(), "rollout": Counter()}
+    for record in records:
+        for part, reasons in record["failures"].items():
+            failures[part].update(reasons)
+    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in ("skipped", "no_gradient")}
+    tokens = sum(record["speed"]["tokens"] for record in records)
+    return {"seconds": seconds, "tokens": tokens, "drafters": drafters, "failures": failures, "left_out": left_out}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import SpecActorError, WeightsError
+from specactor_ray.core.errors import SpecActorError, WeightsError, counted_by_kind
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, mean_reward
 from specactor_ray.runs.folder import RunOutcome
@@ -98,10 +98,10 @@ def run_steps(parts: TrainingParts) -> RunOutcome:
             parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
         saver.save()  # the first own checkpoint of a run that begins with another run's
         while saver.state.step < parts.config.trainer.steps:
-            _step(parts)
+            experience = _step(parts)
             if parts.record.problem:
                 raise WeightsError(parts.record.problem)
-            _refuse_to_learn_nothing(parts)
+            _refuse_to_learn_nothing(parts, experience)
             if parts.enough():
                 break
     except KeyboardInterrupt:
@@ -115,7 +115,7 @@ def run_steps(parts: TrainingParts) -> RunOutcome:
     return _end(parts, "complete")
 
 
-def _step(parts: TrainingParts) -> None:
+def _step(parts: TrainingParts) -> Experience:
     state, record, saver = parts.saver.state, parts.record, parts.saver
     record.begin(state.step)
     sampling = parts.config.sampling
@@ -137,6 +137,7 @@ def _step(parts: TrainingParts) -> None:
         if due or saver.problem:
             with record.timed("checkpoint"):
                 saver.save()
+    return experience
 
 
 def _hand_over(parts: TrainingParts, experience: Experience) -> int:
@@ -188,11 +189,16 @@ def _next(state: TrainState, update: Mapping[str, float], experience: Experience
     )
 
 
-def _refuse_to_learn_nothing(parts: TrainingParts) -> None:
-    state = parts.saver.state
-    if state.bad_steps >= parts.config.trainer.max_bad_steps:
-        raise SpecActorError(
-            f"{state.bad_steps} steps in a row taught nothing: the loss or the gradient was not finite, or "
-            f"every reward failed (the warnings say which). The run stops with a checkpoint of step "
-            f"{state.step}. Fix: a lower trainer.learning_rate, or the reward function"
-        )
+def _refuse_to_learn_nothing(parts: TrainingParts, experience: Experience) -> None:
+    """Raises SpecActorError after `trainer.max_bad_steps` bad steps in a row, or if all steps of the run are bad."""
+    state, trainer = parts.saver.state, parts.config.trainer
+    if state.bad_steps < min(trainer.max_bad_steps, trainer.steps):
+        return
+    reason, fix = "the loss or the gradient was not finite", "a lower trainer.learning_rate"
+    if experience.unscored:
+        reason, fix = "every reward failed", "reward.functions"
+        reason += f" ({counted_by_kind(experience.failures['reward'])})"
+    bad = f"the last {state.bad_steps} steps" if state.bad_steps > 1 else "the last step"
+    raise SpecActorError(
+        f"nothing was learnt in {bad}: {reason}. The run stops with a checkpoint of step {state.step}. Fix: {fix}"
+    )

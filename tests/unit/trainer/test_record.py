@@ -21,7 +21,8 @@ from tests.fakes.trajectories import trajectory
 
 
 def record(by_method: dict[str, list[int]]) -> dict[str, Any]:
-    return {"train": {}, "gap": {}, "speed": {"tokens": 10, "by_method": by_method}, "seconds": {"step": 1.0}}
+    speed = {"tokens": 10, "by_method": by_method}
+    return {"train": {}, "gap": {}, "speed": speed, "seconds": {"step": 1.0}, "failures": {}}
 
 
 RECORDS = [
@@ -51,7 +52,8 @@ def test_drafted_tokens_are_counted_by_method() -> None:
     assert totals_of(RECORDS, {})["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
 
 
-UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
+UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "logprob_gap", "logprob_gap_max"), 0.0)
+UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
         record.end(step, Experience(), UPDATE, 0)
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
-    assert said[1].startswith("step 2/100: reward 0.000 ±0.00, pass 0%")
+    assert said[1].startswith("step 2/100: reward -, pass -, length")
     assert summary["drafters"] == drafters
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
@@ -165,6 +167,27 @@ def test_speeds_are_those_of_their_tokens_and_times(
         }, "every figure, and no other"
     assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
+
+
+def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, lines, rollout = Config(), list[str](), Ticks()
+    config.tracking.tensorboard = False
+    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
+    recorder = StepRecorder(config, run, rollout, PresentWork(2), lines.append)  # type: ignore[arg-type]
+    reasons = Counter({"ValueError: no box": 2, "TimeoutError: 5 s": 3, "TimeoutError: 6 s": 1})
+    recorder.begin(0)
+    recorder.end(
+        1, Experience([], [trajectory(range(4))], failures={"reward": reasons, "rollout": Counter()}), UPDATE, 9
+    )
+    totals = recorder.finish("failed", 0).summary["totals"]
+    (found,) = map(json.loads, run.metrics_file.read_text().splitlines())
+    assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
+    assert ": reward -, pass -, length" in lines[0]
+    assert "step 1: 6 samples have no reward: 4 x TimeoutError, 2 x ValueError: no box" in caplog.text
+    assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
+    assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}
+    assert totals["left_out"] == {"skipped": 1, "no_gradient": 2}
+    assert not [name for name, value in numbers(found) if value is None]
 
 
 def test_staleness_is_counted_in_own_tokens() -> None:

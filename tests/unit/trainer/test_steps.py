@@ -21,6 +21,7 @@ from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
+from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
 from specactor_ray.transport.messages import WeightSet
 
@@ -227,9 +228,21 @@ def test_what_cannot_be_saved_is_in_the_summary(world: World, fail: dict[tuple[s
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None:
     world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
     world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
-    with pytest.raises(SpecActorError, match="3 steps in a row taught nothing"):
+    with pytest.raises(SpecActorError, match="nothing was learnt in the last 3 steps: the loss"):
         world.run()
     assert "step-000003" in world.saved
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_in_which_every_reward_fails_is_not_complete(steps: int, tmp_path: Path) -> None:
+    world = World(tmp_path, steps=steps)
+    failures = {"reward": Counter({"ValueError: a": 3, "ValueError: b": 2, "timed out": 9}), "rollout": Counter[str]()}
+    world.collect = lambda *_: Experience(failures=failures)  # type: ignore[method-assign]
+    with pytest.raises(
+        SpecActorError, match=r"every reward failed \(9 x timed out, 5 x ValueError\).*reward.functions"
+    ):
+        world.run()
+    assert world.finished[0][0] == "failed" and f"step-{steps:06d}" in world.saved
 
 
 def test_a_run_whose_weights_do_not_arrive_fails_even_in_its_last_step(world: World) -> None:
