@@ -130,7 +130,11 @@ class ForkedRanks(TrainerRanks):
     ) -> None:
         self.processes = [ForkedRank(prepare) for _ in range(config.trainer.ranks)]
         super().__init__(self.processes, Calls(PipeTransport()), config.trainer.stall_timeout_s)
-        self.start(config, checkpoint, "127.0.0.1", free_port(), threads=1)
+        try:
+            self.start(config, checkpoint, "127.0.0.1", free_port(), threads=1)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> ForkedRanks:
         return self
