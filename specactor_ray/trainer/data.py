@@ -95,7 +95,12 @@ class TableSource:
 
 def has_reference(answer: str | None) -> bool:
     """Whether there is an answer to compare with: an empty one would reward empty outputs."""
-    return bool(answer and answer.strip())
+    return answer is not None and not is_blank(answer)
+
+
+def is_blank(text: str) -> bool:
+    """Whether the text has only white space and characters without a glyph, such as U+200B."""
+    return not any(character.isprintable() and not character.isspace() for character in text)
 
 
 def _answer(value: Any, where: str, key: str) -> str | None:

@@ -15,7 +15,7 @@ from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError, clipped
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.trainer.data import Task, has_reference
+from specactor_ray.trainer.data import Task, has_reference, is_blank
 from specactor_ray.trainer.workers import Work
 
 
@@ -53,9 +53,9 @@ def exact_match(sample: RewardSample) -> float:
 
 
 def length(sample: RewardSample) -> float:
-    """Output tokens as a share of `sampling.max_tokens`, 0.0 for white space alone; a negative weight prefers short
+    """Output tokens as a share of `sampling.max_tokens`, 0.0 for a blank text; a negative weight prefers short
     outputs, the empty one most of all, so it needs a reward for answers beside it."""
-    return len(sample.token_ids) / max(sample.max_tokens, 1) if sample.text.strip() else 0.0
+    return len(sample.token_ids) / max(sample.max_tokens, 1) if not is_blank(sample.text) else 0.0
 
 
 def math_equal(sample: RewardSample) -> float:
@@ -68,7 +68,7 @@ def math_equal(sample: RewardSample) -> float:
 def reasoning_gym_score(sample: RewardSample) -> float:
     """Score in [0, 1] of the task's own scorer; partial credit depends on the task. 0.0 for an empty answer, to which
     many scorers give some."""
-    if not sample.response.strip():
+    if is_blank(sample.response):
         return 0.0
     import reasoning_gym
 

@@ -157,6 +157,15 @@ def test_a_gradient_of_zero_moves_no_weight(algorithm: str) -> None:
     assert any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
 
 
+@pytest.mark.parametrize("offset", [-1e6, 1e8])
+def test_advantages_of_ppo_do_not_depend_on_an_offset_of_the_rewards(offset: float) -> None:
+    """The value head begins with zeros, and is not trained here."""
+    settings = config(name="ppo", value_coef=0.0, gae_lambda=1.0)
+    shifted = [replace(sample, reward=sample.reward + offset) for sample in make_samples()]
+    (one, _), (other, _) = (trained(settings, samples, steps=1) for samples in (make_samples(), shifted))
+    assert_same(one, other, atol=1e-7)
+
+
 def test_a_gradient_whose_squares_are_zero_or_infinite_in_float32() -> None:
     settings = config(name="grpo")
     engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
