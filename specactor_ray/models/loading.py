@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import os
 import pickle
 import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 HUB_TIMEOUT_S = 4.0
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
@@ -104,7 +106,7 @@ def load_model(
         auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
         kind = parse_dtype(dtype, device != "cpu")
         model, info = auto.from_pretrained(source, **access, dtype=kind, output_loading_info=True)
-    _reject_incomplete_weights(name, info)
+    _require_own_weights(name, model, info)
     fix_positions(model, max_model_len)
     model.to(device).eval().requires_grad_(False)
     return model
@@ -220,12 +222,24 @@ def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:
-    """Refuse missing weights, which transformers fills with random numbers after a mere warning."""
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ModelLoadError(f"The weights of {name!r} lack {shown}. Fix: get the complete model.")
+def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Refuse what transformers only warns of: weights that are missing, which it fills with random numbers, and tied
+    ones that differ, which it then does not tie, so that no update fits. Weights without a place are logged."""
+    if missing := info.get("missing_keys"):
+        raise ModelLoadError(f"The weights of {name!r} lack {_first(missing)}. Fix: get the complete model.")
+    untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    if untied:
+        raise ModelLoadError(
+            f"The config.json of {name!r} ties {_first(untied)} to the embedding, and its weight files hold other "
+            "values for it. Fix: set tie_word_embeddings=false in config.json, or remove that weight from the files."
+        )
+    if unexpected := info.get("unexpected_keys"):
+        logger.warning("the model of %r has no place for these of its weights: %s", name, _first(unexpected))
+
+
+def _first(names: Collection[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if shown[3:] else "")
 
 
 _NAMES_IN_WORDS = (

@@ -17,6 +17,7 @@ import torch
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import cache_dir
 from specactor_ray.models import builtin, loading
+from tests.families import save_model
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -110,6 +111,29 @@ def test_truncated_and_incomplete_weights_and_no_tokenizer(model_dir: Path) -> N
     for path in model_dir.glob("tokenizer*"):
         path.unlink()
     assert "no tokenizer" in error_of(loading.load_tokenizer, model_dir)
+
+
+@pytest.mark.parametrize("tied", ["llama-tied", "gpt2-tied"])
+def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to(tied: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, file = Path(save_model(tied, tmp_path)), tmp_path / "model.safetensors"
+    weights = load_file(file)
+    (embedding,) = (tensor for name, tensor in weights.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file({**weights, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    model = loading.load_model(str(folder))
+    assert loading.tied(model) == loading.tied(loading.load_empty_model(str(folder)))
+    save_file({**weights, "lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    assert "ties lm_head.weight" in error_of(loading.load_model, folder)
+    change_config(folder, {"tie_word_embeddings": False})
+    assert not loading.tied(loading.load_model(str(folder)))
+
+
+def test_weights_without_a_place_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_model("llama-biases", tmp_path)
+    change_config(tmp_path, {"mlp_bias": False})
+    loading.load_model(folder)
+    assert "no place for these of its weights: model.layers.0.mlp.down_proj.bias" in caplog.text
 
 
 def test_own_code_is_not_run_unless_asked(model_dir: Path) -> None:
