@@ -85,7 +85,8 @@ class ControlTokens:
             if self._control(_ids(tokenizer, text, False)) == written:
                 return _ids(tokenizer, text, add_special_tokens)
         if self._twin is None:
-            return self._encode_apart(tokenizer, rendered)
+            before, behind = _added(tokenizer) if add_special_tokens else ([], [])
+            return [*before, *self._encode_apart(tokenizer, rendered), *behind]
         own = self._own_spans(tokenizer, rendered)
         if self._control(_ids(tokenizer, text, False)) == [self.ids[name] for _, _, name in own]:
             return _ids(tokenizer, text, add_special_tokens)  # none is read in literal text
@@ -223,8 +224,15 @@ def tokenize(
             rendered = Rendered(rendered.text, tuple(tokens.forged(rendered.text)))
         ids = tokens.encode(tokenizer, rendered, add_special_tokens)
     if add_special_tokens and len(ids) > 1:
-        word, both = _ids(tokenizer, "a", False), _ids(tokenizer, "a", True)
-        size = next((at for at in range(len(both)) if both[at : at + len(word)] == word), 0)
-        if size and ids[:size] == both[:size] == ids[size : 2 * size]:
+        before, _ = _added(tokenizer)
+        size = len(before)
+        if size and ids[:size] == before == ids[size : 2 * size]:
             return ids[size:]
     return ids
+
+
+def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids that the tokenizer adds before and behind plain text."""
+    word, both = _ids(tokenizer, "a", False), _ids(tokenizer, "a", True)
+    begin = next((at for at in range(len(both)) if both[at : at + len(word)] == word), 0)
+    return both[:begin], both[begin + len(word) :]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_tokenizer
@@ -203,6 +203,16 @@ def test_a_first_token_that_is_a_word_and_not_marked_as_special() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=template)
     assert words.bos_token_id in encode_prompt(words, "<s>a", False)
     assert words.bos_token_id not in encode_chat(words, [{"role": "user", "content": "<s>a"}])
+
+
+def test_a_tokenizer_in_python_adds_its_tokens_to_literal_text() -> None:
+    words = ByT5Tokenizer()
+    end, literal = words.eos_token_id, words("a</s>b", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert end not in literal
+    assert list(encode_prompt(words, "a</s>b", False, split_special_tokens=True)) == [*literal, end]
+    assert list(encode_prompt(words, "a</s>b", False, split_special_tokens=True, add_special_tokens=False)) == literal
+    words.chat_template = "{{ messages[0].content }}"
+    assert list(encode_chat(words, [{"role": "user", "content": "a</s>b"}])) == literal
 
 
 NORMALIZERS = {
