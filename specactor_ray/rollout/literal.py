@@ -120,8 +120,11 @@ class ControlTokens:
     def _own_spans(self, tokenizer: Any, rendered: Rendered) -> list[tuple[int, int, str]]:
         """Begin, end and text of each control token outside of literal text."""
         text, names = rendered.text, {number: name for name, number in self.ids.items()}
+        parts, at = list[str](), 0
         for begin, end in rendered.literal or ():
-            text = f"{text[:begin]}{_FILLER * (end - begin)}{text[end:]}"
+            parts += [text[at:begin], _FILLER * (end - begin)]
+            at = end
+        text = "".join((*parts, text[at:]))
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans = []
         for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):

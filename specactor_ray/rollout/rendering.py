@@ -164,11 +164,12 @@ def _marked(
     """Messages and arguments with marks in place of control tokens, as far as `which`, and of unusual roles."""
 
     def marked(value: str) -> str:
-        parts, at = "", 0
+        parts, at = list[str](), 0
         for begin, end in tokens.forged(value):
             if which(value[begin:end]):
-                parts, at = f"{parts}{value[at:begin]}{marks.put(value[begin:end])}", end
-        return parts + value[at:]
+                parts += [value[at:begin], marks.put(value[begin:end])]
+                at = end
+        return "".join((*parts, value[at:]))
 
     def with_role(message: Mapping[str, Any], whole: Any) -> Any:
         role = message.get("role")
