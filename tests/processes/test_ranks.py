@@ -110,7 +110,7 @@ def descend() -> None:
     gradients that are rounding errors."""
 
     class Descent(torch.optim.SGD):
-        def __init__(self, params: Any, lr: float, **others_options: Any) -> None:
+        def __init__(self, params: Any, lr: float, **unused: Any) -> None:
             super().__init__(params, lr)
 
     torch.optim.AdamW = Descent
