@@ -198,7 +198,7 @@ def _file_problem(folder: Path, name: str, size: int, checksum: int | None) -> s
 
 
 def _write_manifest(folder: Path) -> None:
-    """List all files with sizes and checksums, and flush them to the disk.
+    """List all files with sizes and checksums, set their modes by the umask, and flush them to the disk.
 
     Raises:
         OSError: The folder has no weights.
@@ -211,6 +211,8 @@ def _write_manifest(folder: Path) -> None:
     if not any(name.startswith(_WEIGHTS) for name in manifest):
         raise OSError(f"{folder} holds no weights; checkpoint.dir must be a folder that all nodes share")
     _write_text(folder / _MANIFEST, manifest)
+    for name in manifest:
+        shutil.copymode(folder / _MANIFEST, folder / name)  # safetensors ignores the umask
     for entry in (*(entry for entry in entries if entry.is_dir()), folder / _MANIFEST, folder):
         flush_entry(entry)
 

@@ -112,6 +112,16 @@ def test_a_checkpoint_without_weights_is_none(tmp_path: Path) -> None:
     assert problem is not None and "weights" in problem
 
 
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        writer("w")(folder)
+        (folder / "weights" / "model.bin").chmod(0o600)  # as safetensors leaves them
+
+    (tmp_path / "other").touch()
+    path = CheckpointStore(tmp_path, 2, True).save(TrainState(step=1), write)
+    assert {one.stat().st_mode for one in path.rglob("*") if one.is_file()} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_a_folder_with_another_name_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2, False)
     for other in ("step-final", ".partial-step-000009"):
