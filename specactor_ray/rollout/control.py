@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LABELS = 1024
 """Number of versions whose labels are kept."""
+_POLL_S = 0.01
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""
 
@@ -120,8 +121,10 @@ class Control:
         async with self._changing:
             if self.is_asleep:
                 return
-            self.is_asleep = True
+            self.is_asleep = True  # requests wait in `ready` from now on
             try:
+                while self._engine.beginning:
+                    await asyncio.sleep(_POLL_S)
                 if policy is WeightPolicy.WAIT:
                     ended = asyncio.ensure_future(_ended(self._engine.running()))
                     await _either(ended, self._paused)

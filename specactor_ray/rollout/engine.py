@@ -67,6 +67,8 @@ class Engine:
         self._work = DispatchThread(dispatcher, clock)
         self._lock = clock.condition()
         self.open_streams = 0
+        self.beginning = set[object]()
+        """Calls of `begin` that submit in another thread."""
         self._arriving = self._numbers = self._streams = 0
         """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
@@ -137,18 +139,25 @@ class Engine:
         submit = partial(self.submit, prompt, sampling, **options)
         if is_token_ids(prompt) and not self._must_wait():
             return submit()
-        begun, left = list[Handle](), self.clock.event()
+        begun, started, left = list[Handle](), self.clock.event(), self.clock.event()
 
         def begin() -> Handle:
-            begun.append(submit())
+            started.set()
+            try:
+                begun.append(submit())
+            finally:
+                self.beginning.discard(left)
             if left.is_set():
                 self.drop(begun[0])
             return begun[0]
 
+        self.beginning.add(left)
         try:
             return await asyncio.to_thread(begin)
         except asyncio.CancelledError:
             left.set()
+            if not started.is_set():
+                self.beginning.discard(left)
             for handle in begun:
                 self.drop(handle)
             raise

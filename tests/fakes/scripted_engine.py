@@ -50,6 +50,7 @@ class ScriptedEngine:
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
         self.open: dict[Handle, None] = {}
+        self.beginning = set[object]()
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
         self.error, self.finish_reason = "", "length"

@@ -118,6 +118,17 @@ async def test_a_sleep_begins_behind_all_requests_and_the_next_one_ends_it(
 
 
 @controlled
+async def test_a_sleep_begins_behind_requests_that_are_still_encoded(rollout: FakeRollout, control: Control) -> None:
+    rollout.beginning.add("a text")  # it has passed `ready`
+    sleep = asyncio.create_task(control.sleep(WeightPolicy.WAIT))
+    assert not await begun(sleep) and rollout.calls == []
+    later = rollout.submit([1], SAMPLING)
+    rollout.beginning.clear()
+    await sleep
+    assert len((await later).token_ids) == 12 and rollout.calls == ["sleep"]
+
+
+@controlled
 async def test_a_pause_in_front_of_a_sleep_ends_the_attempt(rollout: FakeRollout, control: Control) -> None:
     rollout.submit([1], SAMPLING)
     rollout.held = True

@@ -309,9 +309,10 @@ class TestEventLoop:
             while not used:
                 await asyncio.sleep(0)
             assert not beginning.done(), "the loop runs while the request is encoded"
+            assert len(engine.beginning) == 1, "a sleep is not put in front of it"
             released.set()
             await beginning
-            assert used[0] != threading.get_ident()
+            assert used[0] != threading.get_ident() and not engine.beginning
 
         asyncio.run(begin())
 
