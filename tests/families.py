@@ -42,7 +42,7 @@ REFUSED = {
     "diffllama": {}, "doge": {}, "electra": {}, "falcon_h1": _SCANNED, "falcon_mamba": {}, "glm_moe_dsa": _LATENT,
     "gptj": {"rotary_dim": 8}, "granitemoehybrid": _SCANNED, "jamba": {},
     "lfm2": {"layer_types": ["full_attention", "conv"]},
-    "llama4_text": {"attention_chunk_size": 8}, "mamba": {}, "minimax": {}, "minimax_m3_vl_text": {}, "mpt": {},
+    "llama4_text": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}, "mamba": {}, "minimax": {}, "minimax_m3_vl_text": {}, "mpt": {},
     "nemotron": {}, "qwen3_next": {}, "recurrent_gemma": {}, "roberta": {}, "rwkv": {}, "stablelm": {},
     "xlm-roberta": {},
 }  # fmt: skip

@@ -41,6 +41,7 @@ from specactor_ray.models.threads import thread_count
 
 _REFUSED = {
     "deepseek_v4": "attends to compressed keys of earlier tokens",
+    "llama4_text": "scales queries by their place among the tokens of a forward",
     "minimax_m3_vl_text": "chooses the blocks of tokens that it attends to",
 }
 """Type of a model → what it does at lengths that the comparison at load does not reach."""
