@@ -42,9 +42,9 @@ REFUSED = {
     "diffllama": {}, "doge": {}, "electra": {}, "falcon_h1": _SCANNED, "falcon_mamba": {}, "glm_moe_dsa": _LATENT,
     "gptj": {"rotary_dim": 8}, "granitemoehybrid": _SCANNED, "jamba": {},
     "lfm2": {"layer_types": ["full_attention", "conv"]},
-    "llama4_text": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}, "mamba": {}, "minimax": {}, "minimax_m3_vl_text": {}, "mpt": {},
-    "nemotron": {}, "qwen3_next": {}, "recurrent_gemma": {}, "roberta": {}, "rwkv": {}, "stablelm": {},
-    "xlm-roberta": {},
+    "llama4_text": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}, "mamba": {}, "minimax": {},
+    "minimax_m3_vl_text": {}, "mpt": {}, "nemotron": {}, "qwen3_next": {},
+    "recurrent_gemma": {}, "roberta": {}, "rwkv": {}, "stablelm": {}, "xlm-roberta": {}, "youtu": _LATENT,
 }  # fmt: skip
 """The same for models that must be refused by name."""
 _BIASES = {"attention_bias": True, "mlp_bias": True}

@@ -43,8 +43,9 @@ _REFUSED = {
     "deepseek_v4": "attends to compressed keys of earlier tokens",
     "llama4_text": "scales queries by their place among the tokens of a forward",
     "minimax_m3_vl_text": "chooses the blocks of tokens that it attends to",
+    "youtu": "sets the embedding of its pad token to zero at every load, whatever the weight files hold",
 }
-"""Type of a model → what it does at lengths that the comparison at load does not reach."""
+"""Type of a model → what it does that the comparison at load does not reach."""
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
 
