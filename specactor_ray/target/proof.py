@@ -21,9 +21,9 @@ def prove(engine: TargetEngine, probe: Probe | None, what: str, state_dict: Mapp
     """Compare the engine, which has just loaded weights, with their probe, and with `state_dict`, if given, tensor by
     tensor where it can read its own. WeightsError: it computes something else; the message begins with `what`, and has
     the names of tensors that did not arrive."""
-    if probe is None:
+    count = min(len(probe.token_ids), engine.max_model_len - 1) if probe is not None else 0
+    if probe is None or count < 2:
         return
-    count = min(len(probe.token_ids), engine.max_model_len - 1)
     found = engine.prompt_logprobs(probe.token_ids[:count])
     gap, stale = probe.gap(found), engine.stale_weights(state_dict) if state_dict else []
     logger.info("%s: %.3g nats from transformers on average, %.3g is rounding", what, gap, probe.tolerance)

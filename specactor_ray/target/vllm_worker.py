@@ -47,6 +47,8 @@ class KeyedWorker(_Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and set the exported states before the compilation."""
+        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # Linux permits tiles on request; oneDNN, kept off them (`models`), makes none
         settings = self.vllm_config.additional_config[KEY]
         layers = tuple(settings["hidden_layers"])
         auxiliary = sorted({layer + 1 for layer in layers if layer != HEAD_INPUT})  # vLLM numbers inputs of layers

@@ -3,11 +3,14 @@ one that takes no new weights."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError, WeightsError
@@ -83,6 +86,26 @@ def test_experts_that_a_reload_does_not_see_are_named(tmp_path: Path, monkeypatc
     with pytest.raises(WeightsError, match=r"found no weights for .* of its parameters"):
         engine.load_weights(1, make_model("gpt-oss", 1).state_dict())
     engine.close()
+
+
+_BFLOAT16 = """
+import sys
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.target.base import build_engine
+
+limits = {"max_model_len": 120, "max_batch": 4, "max_step_tokens": 128, "kv_cache_gb": 1 / 64}
+config = TargetConfig(sys.argv[1], "vllm", dtype="bfloat16", compiled=False, updates=True, **limits)
+build_engine(config, "cpu", 8).close()
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernels with tiles need AMX")
+def test_a_new_process_serves_bfloat16_on_cpus_with_amx(tmp_path: Path) -> None:
+    """Nothing else in it has asked Linux for the tiles."""
+    with quiet_transformers():
+        make_model("llama-tied", 0).save_pretrained(tmp_path)
+    done = subprocess.run([sys.executable, "-c", _BFLOAT16, str(tmp_path)], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def no_groups_now() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ def test_a_model_that_transformers_cannot_run_is_said_or_refused(
     assert "not compared with transformers: transformers cannot run it (no kernel for it)" in caplog.text
     with pytest.raises(NotImplementedError):
         LoadProof(target(folder, updates=True))
+
+
+def test_a_context_of_two_tokens_has_nothing_to_compare(tmp_path: Path) -> None:
+    config = replace(target(save_model("llama", tmp_path)), max_model_len=2)
+    LoadProof(config).require(HfEngine.from_config(config))
 
 
 def test_a_gap_is_that_of_the_worst_part() -> None:
