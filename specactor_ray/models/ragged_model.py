@@ -191,6 +191,11 @@ class RaggedModel:
             logits_to_keep=keep,
             ragged_batch=batch,
         )
+        if output.logits.shape[1] != len(keep):
+            raise ModelLoadError(
+                f"{type(self.model).__name__} ignores logits_to_keep, so this engine cannot serve it. "
+                "Fix: use another model"
+            )
         return output.logits[0]
 
     def _padding(self, count: int) -> int:

@@ -50,3 +50,11 @@ def test_other_models_are_refused_with_a_reason(kind: str) -> None:
 def test_the_documented_families_are_those_that_are_compared() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"`{kind}`" in text for kind in (*PROVED, *REFUSED))
+
+
+def test_a_model_that_gives_the_logits_of_all_positions_is_refused() -> None:
+    model = make_model("llama")
+    forward = model.forward
+    model.forward = lambda logits_to_keep=0, **kwargs: forward(**kwargs)
+    with pytest.raises(ModelLoadError, match="ignores logits_to_keep"):
+        RaggedModel(model, 4 << 20)
