@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.rules import unused_by_rollouts
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, ModelLoadError
@@ -84,7 +85,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
-    prompts = read_prompts(config.data.path, config.data.limit)
+    prompts, unused = read_prompts(config.data.path, config.data.limit), unused_by_rollouts(config)
     _tokenizer_for(config, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:
         found = lease_interrupted(config) if config.resume == "auto" else None
@@ -99,7 +100,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             save_run_config(config, folder)
             with start_phase(f"run {config.run.name}: checking model and prompts"):
                 encoded = _encode(config, prompts)
-            for line in (*lines, *_cut_outputs(config, encoded)):
+            for line in (*unused, *lines, *_cut_outputs(config, encoded)):
                 say(console, line)
             return _run(config, prompts, encoded, folder, writer, there, console)
         except BaseException as error:

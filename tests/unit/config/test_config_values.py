@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.fields import KeyDoc, describe
 from specactor_ray.config.load import load_config, save_config, to_yaml
-from specactor_ray.config.rules import validate_training
+from specactor_ray.config.rules import unused_by_rollouts, validate_training
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 
@@ -172,3 +172,9 @@ def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, 
 def test_a_misspelled_word_is_hinted(override: str) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean auto\?"):
         load_config(None, [DRAFTER, override])
+
+
+def test_sections_that_a_rollout_does_not_use_are_named() -> None:
+    assert unused_by_rollouts(load_config(None, ["sampling.seed=3"])) == []
+    (line,) = unused_by_rollouts(load_config(None, ["reward.functions=[{name: length}]", "trainer.steps=3"]))
+    assert line.startswith("without effect on a rollout: reward, trainer (")
