@@ -106,8 +106,8 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     """Functions whose weighted sum is the reward. Default: `reasoning_gym` for its tasks, else `exact_match`."""
     answer_pattern: str | None = None
-    """Regular expression whose last match in the output (its first group, if it has one) is the answer that is
-    scored. Default: the whole output, white space stripped."""
+    """Regular expression; the last match in the output that is not blank (its first group, if it has one) is the
+    answer that is scored. Default: the whole output, white space stripped."""
     timeout_s: float = positive(10.0)
     """Longest time for scoring one sample, in seconds."""
     failure_value: float | None = limited(

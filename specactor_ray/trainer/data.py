@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 GENERATED_SIZE = 100_000
 """Number of tasks of a generated source without `data.limit`; each is made when it is read."""
 _FIX = ". Fix: a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
+_BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"
+"""Fillers of Hangul and the empty Braille pattern: letters and a symbol without a glyph."""
 _GYM, _HUB = "reasoning_gym:", "hf:"
 
 
@@ -99,8 +102,8 @@ def has_reference(answer: str | None) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Whether the text has only white space and characters without a glyph, such as U+200B."""
-    return not any(character.isprintable() and not character.isspace() for character in text)
+    """Whether the text has only white space, marks and characters without a glyph, such as U+200B."""
+    return not any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK_LETTERS for one in text)
 
 
 def _answer(value: Any, where: str, key: str) -> str | None:

@@ -124,12 +124,12 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def extract_answer(text: str, pattern: str | None) -> str:
-    """The last match of `pattern` in `text` (its first group, if it has one), empty without a match; without a pattern
-    the text. White space around it is stripped."""
+    """Last match of `pattern` in `text` that is not blank (its first group, if it has one); empty without a match, or
+    if the group has none. Without a pattern the text. White space around it is stripped."""
     if pattern is None:
         return text.strip()
-    *_, found = [None, *re.finditer(pattern, text)]
-    return "" if found is None else found.group(1 if found.re.groups else 0).strip()
+    *_, found = [None, *(match for match in re.finditer(pattern, text) if match[0].strip())]
+    return "" if found is None else (found[1 if found.re.groups else 0] or "").strip()
 
 
 def checked_reward(reward: float) -> float:

@@ -44,6 +44,11 @@ class Saver:
         self._saved_step = state.step if saved else -1
         self._updating = False
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state needs no saving."""
+        return self.state.step == self._saved_step
+
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the weights are between two steps, and cannot be saved; the state is set before the end."""
@@ -54,7 +59,7 @@ class Saver:
     def save(self) -> bool:
         """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not. Raises
         SpecActorError if the trainer failed."""
-        if self.state.step == self._saved_step:
+        if self.is_saved:
             return True
         if self._updating:
             self.problem = f"the update after step {self.state.step} was broken off, and the weights are between steps"
@@ -105,7 +110,7 @@ def run_steps(parts: TrainingParts) -> RunOutcome:
             if parts.enough():
                 break
     except KeyboardInterrupt:
-        parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
+        parts.say(f"interrupted after step {saver.state.step}{'' if saver.is_saved else '; saving a checkpoint'}")
         return _end(parts, "interrupted")
     except Exception as error:
         if not isinstance(error, SpecActorError):

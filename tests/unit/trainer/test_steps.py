@@ -225,6 +225,14 @@ def test_what_cannot_be_saved_is_in_the_summary(world: World, fail: dict[tuple[s
     assert world.finished[0][0] == "failed" and reason in world.finished[0][2]
 
 
+@pytest.mark.parametrize(("steps", "said"), [(0, ""), (1, "; saving a checkpoint"), (2, "")])
+def test_an_interruption_announces_the_checkpoint_that_it_saves(world: World, steps: int, said: str) -> None:
+    world.fail["collect", steps + 1] = KeyboardInterrupt()
+    world.run()
+    assert world.said == [f"interrupted after step {steps}{said}"]
+    assert list(world.saved) == (names([steps]) if steps else [])
+
+
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None:
     world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
     world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
