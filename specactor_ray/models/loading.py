@@ -140,15 +140,18 @@ def _import_compiled_modules() -> None:
         import transformers.modeling_utils  # noqa: F401
 
 
-def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model on the `meta` device, without weights."""
+def load_empty_model(
+    name: str, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model on the `meta` device, without weights, in `dtype` (None: that of its configuration)."""
     with _open(name, trust_remote_code) as (source, access):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(source, **access)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model
 
 
@@ -177,16 +180,17 @@ def tied(model: torch.nn.Module) -> dict[str, str]:
     return {name: own for name, weight in weights if (own := first.setdefault(id(weight), name)) != name}
 
 
-def weight_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name → data type that loses nothing for an engine which loads the model in `dtype`: integers and booleans as they
-    are, float32 for buffers and for parameters that transformers keeps in float32, else `dtype`."""
+def weight_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Name → data type that loses nothing for an engine which loads the model in the data type of this one, which may
+    be on `meta`: that of the weight, but float32 for buffers and for parameters that transformers keeps in float32."""
     import torch
 
-    kept = re.compile("|".join(pattern.replace("*", r"\d+") for pattern in model._get_dtype_plan(dtype)) or r"(?!)")
+    plan = model._get_dtype_plan(model.dtype)
+    kept = re.compile("|".join(pattern.replace("*", r"\d+") for pattern in plan) or r"(?!)")
     found = {}
     for name, tensor in named_weights(model, every_name=True):
         precise = not isinstance(tensor, torch.nn.Parameter) or kept.search(name)
-        found[name] = (torch.float32 if precise else dtype) if tensor.is_floating_point() else tensor.dtype
+        found[name] = torch.float32 if precise and tensor.is_floating_point() else tensor.dtype
     return found
 
 

@@ -137,9 +137,9 @@ class WeightLayout:
         max_model_len: int | None = None,
     ) -> WeightLayout:
         """The layout for engines that load this model in `dtype`, such as `float32`. Reads no weights."""
-        empty = load_empty_model(model, trust_remote_code=trust_remote_code)
+        empty = load_empty_model(model, dtype=parse_dtype(dtype), trust_remote_code=trust_remote_code)
         shapes, tied = weight_shapes(empty)
-        dtypes = weight_dtypes(empty, parse_dtype(dtype))
+        dtypes = weight_dtypes(empty)
         return cls(model, dtype, trust_remote_code, shapes, tied, dtypes, bucket_bytes, max_model_len)
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:

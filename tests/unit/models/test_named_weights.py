@@ -51,6 +51,15 @@ def test_a_buffer_is_sent_in_float32_to_a_target_in_bfloat16(name: str, tmp_path
         list(layout.buckets(lacking))
 
 
+@pytest.mark.parametrize("name", ["hunyuan_v1_moe", "ernie4_5_moe", "gpt_oss", "minimax_m2", "apertus"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_weight_is_sent_in_fewer_bits_than_it_is_served_in(name: str, dtype: str, tmp_path: Path) -> None:
+    """Routers in float32, some by their class and some by the list of transformers."""
+    layout = WeightLayout.of(save_model(name, tmp_path), dtype, 2**20)
+    served = load_model(str(tmp_path), dtype=dtype).state_dict()
+    assert {key: torch.promote_types(sent, served[key].dtype) for key, sent in layout.dtypes.items()} == layout.dtypes
+
+
 def test_tensors_of_all_kinds_share_a_bucket() -> None:
     whole = {
         "flags": torch.tensor([True, False, True]),
