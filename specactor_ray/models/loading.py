@@ -43,15 +43,22 @@ def require_model(name: str) -> Path | None:
     source = _find_model(name)
     if isinstance(source, Path):
         return source
-    from huggingface_hub import try_to_load_from_cache
-
     repo, _, revision = source.partition("@")
-    cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
-    if isinstance(cached, str):
-        return Path(cached).parent
+    if (folder := _folder_of(repo, revision or None)) is not None:
+        return folder
     if not hub_reachable():
         raise ModelLoadError(_unreachable(name))
     return None
+
+
+def _folder_of(source: Path | str, revision: str | None) -> Path | None:
+    """Folder of a model's files; None for a Hugging Face id that is not in the cache."""
+    if isinstance(source, Path):
+        return source
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _is_builtin(name: str) -> bool:
@@ -105,8 +112,11 @@ def load_model(
 
         auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
         kind = parse_dtype(dtype, device != "cpu")
-        model, info = auto.from_pretrained(source, **access, dtype=kind, output_loading_info=True)
+        options = {**access, "dtype": kind, "ignore_mismatched_sizes": True}  # refused below, with its name
+        model, info = auto.from_pretrained(source, **options, output_loading_info=True)
     _require_own_weights(name, model, info)
+    _require_plain_weights(name, model, _folder_of(source, access["revision"]))
+    model.config.return_dict = True
     fix_positions(model, max_model_len)
     model.to(device).eval().requires_grad_(False)
     return model
@@ -231,6 +241,12 @@ def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]
     ones that differ, which it then does not tie, so that no update fits. Weights without a place are logged."""
     if missing := info.get("missing_keys"):
         raise ModelLoadError(f"The weights of {name!r} lack {_first(missing)}. Fix: get the complete model.")
+    if wrong := {key: (tuple(found), tuple(own)) for key, found, own in info.get("mismatched_keys", ())}:
+        found, own = wrong[min(wrong)]
+        raise ModelLoadError(
+            f"The weights of {name!r} do not fit its config.json: {_first(wrong)}; the first has shape {found} in the "
+            f"weight files, and {own} by config.json. Fix: get both files of the same model."
+        )
     untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
     if untied:
         raise ModelLoadError(
@@ -239,6 +255,32 @@ def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]
         )
     if unexpected := info.get("unexpected_keys"):
         logger.warning("the model of %r has no place for these of its weights: %s", name, _first(unexpected))
+
+
+def _require_plain_weights(name: str, model: PreTrainedModel, folder: Path | None) -> None:
+    """Refuse files with integers or 8-bit numbers for a weight unless transformers restores its values."""
+    from safetensors import safe_open
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    stated = read_config(folder).get("quantization_config") if folder else None
+    if folder is None or (stated and AutoHfQuantizer.supports_quant_method(stated)):
+        return
+    own = {key for key, weight in named_weights(model, every_name=True) if weight.is_floating_point()}
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, "pt") as tensors:
+            kinds = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 - no mapping
+        for key, kind in kinds.items():
+            if kind not in _PLAIN and (key in own or key.endswith(".weight")):
+                raise ModelLoadError(
+                    f"The weights of {name!r} are quantized ({key} is {kind}), and its config.json does not say how. "
+                    "Fix: complete its quantization_config, or get the model in float32 or bfloat16."
+                )
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""Kinds of numbers in safetensors files that are the values of weights."""
 
 
 def _first(names: Collection[str]) -> str:
@@ -282,7 +324,7 @@ def wrong_value_errors() -> tuple[type[Exception], ...]:
 
 
 def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> str:
-    reason = " ".join(str(error).split())
+    reason = f"its code has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return (
             f"The model {name!r} brings its own code, which is not run unless asked. Fix: read that code, then set "

@@ -106,6 +106,12 @@ class RaggedModel:
     def _prepare(self, cache_bytes: int) -> None:
         """Replace attention and linears, and compare the result with the model as it was."""
         probe = probe_model(self.model)
+        if not np.isfinite(probe.logprobs).all():
+            raise ModelLoadError(
+                f"{type(self.model).__name__} gives log-probabilities that are no finite numbers in transformers: its "
+                f"weights hold such numbers, or are too large for {str(self.dtype).removeprefix('torch.')}. "
+                "Fix: copy the model again, or load it in another data type"
+            )
         register()
         if can_pack(self.device, self.dtype):
             pack_linears(self.model)

@@ -47,6 +47,13 @@ def test_other_models_are_refused_with_a_reason(kind: str) -> None:
         RaggedModel(make_model(kind), 4 << 20)
 
 
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    model = make_model("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(ModelLoadError, match=r"no finite numbers.*float32"):
+        RaggedModel(model, 4 << 20)
+
+
 def test_the_documented_families_are_those_that_are_compared() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"`{kind}`" in text for kind in (*PROVED, *REFUSED))

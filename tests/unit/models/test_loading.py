@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def error_of(call: Callable[..., object], *arguments: object) -> str:
 def change_config(folder: Path, change: dict[str, object]) -> None:
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | change))
+
+
+def change_weights(folder: str, change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(Path(folder) / "model.safetensors")
+    change(weights)
+    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    return weights
 
 
 # ---- a directory ----
@@ -111,6 +121,58 @@ def test_truncated_and_incomplete_weights_and_no_tokenizer(model_dir: Path) -> N
     for path in model_dir.glob("tokenizer*"):
         path.unlink()
     assert "no tokenizer" in error_of(loading.load_tokenizer, model_dir)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "shape"),
+    [
+        ("llama", "model.norm.weight", (32,)),
+        ("llama-tied", "model.embed_tokens.weight", (100, 64)),
+        ("qwen3-moe", "model.layers.1.mlp.experts.down_proj", None),  # one expert is missing in the files
+    ],
+)
+def test_a_weight_of_another_shape_is_named(
+    family: str, key: str, shape: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        if shape is None:
+            del weights["model.layers.1.mlp.experts.3.down_proj.weight"]
+        else:
+            weights[key] = torch.zeros(shape)
+
+    change_weights(save_model(family, tmp_path), change)
+    assert re.search(rf"do not fit its config.json: {key}.*has shape \(", error_of(loading.load_model, tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_quantized_weights_are_loaded_only_if_the_config_says_how(dtype: torch.dtype, tmp_path: Path) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    change_weights(save_model("llama", tmp_path), lambda weights: weights.update({key: weights[key].to(dtype)}))
+    assert f"{key} is " in error_of(loading.load_model, tmp_path)
+    change_config(tmp_path, {"quantization_config": {"quant_method": "unheard-of"}})
+    assert "does not say how" in error_of(loading.load_model, tmp_path)
+
+
+def test_blocks_of_eight_bits_are_restored(tmp_path: Path) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+
+    def quantize(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.endswith("proj.weight")]:
+            weights[name] = (weights[name] * 4).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = torch.tensor([[0.25]])
+
+    weights = change_weights(save_model("llama", tmp_path), quantize)
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    change_config(tmp_path, {"quantization_config": method})
+    loaded = loading.load_model(str(tmp_path)).state_dict()
+    assert torch.equal(loaded[key], weights[key].float() / 4) and loaded[key].dtype is torch.float32
+
+
+def test_a_config_that_asks_for_tuples(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    change_config(tmp_path, {"return_dict": False})
+    ids = torch.arange(5)[None]
+    assert loading.load_model(str(tmp_path))(ids).logits.shape == (1, 5, 96)
 
 
 @pytest.mark.parametrize("tied", ["llama-tied", "gpt2-tied"])
