@@ -233,8 +233,9 @@ def _require_fit(name: str, tensor: Any, layout: WeightLayout) -> None:
     if name not in shapes:
         hint = did_you_mean(name, shapes)
         raise InputError(f"weights: the target has no {name}.{hint} Fix: give Hugging Face's names, without prefixes")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
-        kind = "on the meta device" if isinstance(tensor, torch.Tensor) and tensor.is_meta else type(tensor).__name__
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.is_meta or tensor.layout != torch.strided:
+        kind = type(tensor).__name__ if not plain else "on the meta device" if tensor.is_meta else "sparse"
         raise InputError(f"weights: {name} is {kind}; give whole tensors (of a DTensor its full_tensor())")
     own = layout.dtypes[name]
     kinds = _DTYPES if own.is_floating_point else (own,)

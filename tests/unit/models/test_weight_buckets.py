@@ -88,6 +88,7 @@ NORM = "model.norm.weight"
         ({NORM: torch.ones(64, dtype=torch.int8)}, r"model\.norm\.weight is int8; allowed are float32"),
         ({NORM: torch.ones(64, dtype=torch.float8_e4m3fn)}, r"model\.norm\.weight is float8_e4m3fn"),
         ({NORM: torch.ones(64, device="meta")}, r"model\.norm\.weight is on the meta device"),
+        ({NORM: torch.ones(64).to_sparse()}, r"model\.norm\.weight is sparse; give whole tensors"),
         ({NORM: [1.0] * 64}, r"model\.norm\.weight is list; give whole tensors"),
         ({NORM: torch.full((64,), float("nan"))}, r"model\.norm\.weight has a value that is no finite number"),
         ({NORM: torch.tensor([1.0] * 63 + [float("inf")])}, r"model\.norm\.weight has a value that is no finite"),
