@@ -57,6 +57,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {}),
 }  # fmt: skip
 """Name → `model_type`, and settings beside those above: dense models, experts, biases, ties and buffers."""
+_TURNED = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+_YARN = {**_TURNED, "rope_type": "yarn", "factor": 4.0}
+_LONG = {**_TURNED, "rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [3.0] * 8}
+_GROUPS = {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+_MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-decoder": ("bert", {"is_decoder": True}),
+    "deepseek-groups": ("deepseek_v3", {**_GROUPS, "norm_topk_prob": False, "v_head_dim": 24}),
+    "deepseek-yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0, "sliding_window": 1}),
+    "gemma3-scales": ("gemma3_text", {**_MIXED, "rope_parameters": {
+        "full_attention": _YARN, "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}}),
+    "gpt2-by-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}}),
+    "llama-heads": ("llama", {"head_dim": 10, "num_key_value_heads": 1, "attention_dropout": 0.5}),
+    "llama-scaled": ("llama", {"rope_parameters": {
+        **_TURNED, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": {**_YARN, "attention_factor": 0.7}}),
+    "modernbert-decoder": ("modernbert-decoder", {**_MIXED, "local_attention": 8}),
+    "opt-projected": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False, "pad_token_id": 1}),
+    "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 32}),
+    "qwen3-partial": ("qwen3", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+}  # fmt: skip
+"""The same for settings that only the `hf` engine is compared with."""
 
 
 def make_model(name: str, seed: int = 0, **settings: Any) -> Any:
@@ -64,8 +91,8 @@ def make_model(name: str, seed: int = 0, **settings: Any) -> Any:
     and buffers are random, too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, own = FAMILIES.get(name, (name, {}))
-    settings = {**{**PROVED, **REFUSED}[kind], **own, **settings}
+    kind, own = {**FAMILIES, **VARIANTS}.get(name, (name, {}))
+    settings = {**PROVED.get(kind, REFUSED.get(kind, {})), **own, **settings}
     known = AutoConfig.for_model(kind)
     sizes = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
     try:

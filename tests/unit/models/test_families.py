@@ -10,13 +10,13 @@ import torch
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models.ragged_model import RaggedModel
-from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model
+from tests.families import PROVED, REFUSED, VARIANTS, VOCAB_SIZE, make_model
 
 TOKENS = 60
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
-@pytest.mark.parametrize("kind", PROVED)
+@pytest.mark.parametrize("kind", [*PROVED, *VARIANTS])
 def test_log_probabilities_are_those_of_transformers(kind: str) -> None:
     """A row in chunks, with rejected tokens between them, beside a longer row."""
     model = make_model(kind)
