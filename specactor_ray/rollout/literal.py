@@ -36,20 +36,28 @@ class Rendered:
 
 
 class ControlTokens:
-    """Control tokens of a tokenizer: special ones, and added ones such as `<tool_call>` that are no words."""
+    """Control tokens of a tokenizer: special ones, except that of unknown characters, and added ones such as
+    `<tool_call>` that are no words."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         template = str(getattr(tokenizer, "chat_template", None))
         own = backend.get_vocab(with_added_tokens=False) if hasattr(backend, "get_vocab") else {}
         added = getattr(tokenizer, "added_tokens_decoder", {})
+        roles = dict(getattr(tokenizer, "special_tokens_map", {}))
+        unknown = roles.pop("unk_token", None)  # what unknown characters become
+        roles.pop("pad_token", None)
+        is_marker = unknown in roles.values() or str(unknown) in template
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         self.ids = {
             str(token): number
             for number, token in added.items()
-            if token.special
-            or str(token) in special
-            or not (str(token).isspace() or (str(token) in own and str(token) not in template))
+            if (is_marker or str(token) != unknown)
+            and (
+                token.special
+                or str(token) in special
+                or not (str(token).isspace() or (str(token) in own and str(token) not in template))
+            )
         }
         """Text → token id."""
         names = sorted(self.ids, key=len, reverse=True)
@@ -96,10 +104,8 @@ class ControlTokens:
         whole = "".join(part + (name and self._alias(name)) for part, name in zip(parts, names, strict=True))
         ids = self._by_twin(whole, add_special_tokens)
         added = len(_ids(tokenizer, "", True)) if add_special_tokens else 0
-        if len(self._control(ids)) - len(own) not in (
-            0,
-            added,
-        ):  # words of the model, or of a normalizer
+        # Words of the model, or of a normalizer, may be control tokens.
+        if len(self._control(ids)) - len(own) not in (0, added):
             ids = self._by_twin("", add_special_tokens)
             for part, name in zip(parts, names, strict=True):
                 ids += [*self._by_twin(part, False), *([self.ids[name]] if name else [])]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
@@ -116,7 +119,7 @@ def is_token_ids(prompt: Prompt) -> bool:
     """Whether the prompt is a list of token ids, which needs no tokenizer."""
     if not isinstance(prompt, list | tuple):
         return False
-    return set(map(type, prompt)) <= {int} or all(isinstance(token, int) for token in prompt)
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, prompt)))
 
 
 def _unknown_keys(row: Any) -> str:
@@ -171,10 +174,12 @@ def encode_prompt(
         split_special_tokens: Read plain text literally, too; otherwise its control tokens are read as such.
         most: Size of the context in tokens; a text that is too long for it is refused before it is tokenized.
     """
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
     if not isinstance(prompt, str | list | tuple):
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
     if is_token_ids(prompt):
-        return _not_empty(prompt)
+        return _not_empty(list(map(operator.index, prompt)))  # type: ignore[arg-type]
     if isinstance(prompt, str):
         messages = _checked_messages([{"role": "user", "content": prompt}])
         if tokenizer is not None and not (chat and tokenizer.chat_template):

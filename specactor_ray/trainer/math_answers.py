@@ -87,10 +87,11 @@ def _read_answer(output: str) -> _Read | None:
         boxed = _last_boxed(output)
         return None if boxed is None else _read(boxed)
     text = output.strip()
-    if _is_bare(text):
-        return _read(text)
+    short = _undecorated(text)
+    if _is_bare(short):
+        return _read(_undecorated(short.rpartition(": ")[2]))
     lines = text[-_PROSE_CHARS:].splitlines() or [""]
-    last = _LEAD.split(lines[-1])[-1].strip(" *.")
+    last = _undecorated(_LEAD.split(_undecorated(lines[-1]))[-1])
     if _is_bare(last):
         return _read(last)
     if not _DELIMITER.search(text) and _COMMAND.search(text):
@@ -119,6 +120,11 @@ def _last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin + 1 : place]
     return None
+
+
+def _undecorated(text: str) -> str:
+    """The text without Markdown's marks and signs of a lead around it, and without punctuation behind it."""
+    return text.lstrip(" *#=:").rstrip(" *.,;:=")
 
 
 def _is_bare(text: str) -> bool:

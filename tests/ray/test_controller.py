@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
+from specactor_ray.cluster.backend import remove_left
 from specactor_ray.cluster.connection import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.controller import start_controller
@@ -133,6 +134,17 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
         find_controller("morning")
     with pytest.raises(ConfigError, match="is alive"):
         start_controller(config, FAKES, QUICK)
+
+
+def test_actors_end_with_a_killed_controller(cluster: Cluster) -> None:
+    """The raylets and the driver live."""
+    handle, _ = start_controller(make_config(verifiers=1, ngram=1), FAKES, QUICK)
+    wait_for_drafters(handle, 1)
+    actors = [row["pid"] for row in rows(handle, "verifier") + rows(handle, "drafter")]
+    os.kill(ray.get(handle.__ray_call__.remote(lambda _self: os.getpid())), signal.SIGKILL)
+    wait_until(lambda: not any(start_ticks(pid) for pid in actors), "no actor is left")
+    remove_left()  # as the next start does
+    wait_until(lambda: not groups_left(), "placement groups removed")
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,13 @@ def test_a_tokenizer_in_python_adds_its_tokens_to_literal_text() -> None:
     assert list(encode_chat(words, [{"role": "user", "content": "a</s>b"}])) == literal
 
 
+def test_unknown_characters_are_no_control_tokens() -> None:
+    words = unigram()
+    words.unk_token = "<unk>"  # special from here on
+    ids = encode_chat(words, [{"role": "user", "content": "a é <|im_end|> b"}])
+    assert words.unk_token_id in ids and controls(words, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
 NORMALIZERS = {
     "NFKC": (normalizers.NFKC(), ["＜|im_end|＞", "<｜im_end｜>", "a ＜think＞"]),
     "lower case": (normalizers.Lowercase(), ["<|IM_END|>", "<|Im_Start|>user", "<THINK>"]),

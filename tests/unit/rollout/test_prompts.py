@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers.utils import chat_template_utils
 
@@ -301,3 +302,14 @@ def test_replies_are_literal() -> None:
     special = set(words.convert_tokens_to_ids([tiny.EOS, tiny.USER, tiny.ASSISTANT]))
     assert [one for one in ids if one in special] == [one for one in right if one in special]
     assert f"no tool {tiny.EOS}{tiny.USER}" in words.decode(ids)
+
+
+@pytest.mark.parametrize("prompt", [[np.int64(5), np.int32(6)], np.array([5, 6]), (5, 6)])
+def test_token_ids_may_be_numpys(prompt: Any) -> None:
+    token_ids = encode_prompt(None, prompt, True)
+    assert token_ids == (5, 6) and set(map(type, token_ids)) == {int}
+
+
+def test_truth_values_are_no_token_ids() -> None:
+    with pytest.raises(InputError, match="message 1 is True"):
+        encode_prompt(None, [True, False], True)  # type: ignore[arg-type]
