@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import InputError, RangeError
 from specactor_ray.core.ragged import begins, grow, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
@@ -179,9 +179,9 @@ def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: in
         raise InputError("the prompt has no tokens")
     refuse_unknown((*prompt, *request.committed_token_ids), vocab_size)
     if (stop := max(request.sampling.stop_token_ids, default=0)) >= vocab_size:
-        raise InputError(f"sampling.stop_token_ids has {stop}, and the largest token id is {vocab_size - 1}")
-    if request.sampling.logprobs > vocab_size:
-        raise InputError(f"sampling.logprobs is {request.sampling.logprobs}; the vocabulary has {vocab_size} tokens")
+        raise RangeError("sampling.stop_token_ids", str(stop), f"hold token ids of the model, at most {vocab_size - 1}")
+    if (logprobs := request.sampling.logprobs) > vocab_size:
+        raise RangeError("sampling.logprobs", str(logprobs), f"be at most {vocab_size}, the size of the vocabulary")
     if len(prompt) >= max_model_len:
         raise InputError(
             f"the prompt has {len(prompt)} tokens; with at least one output token it must stay within "

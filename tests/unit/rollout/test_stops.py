@@ -12,7 +12,7 @@ import pytest
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.detokenizer import decoded
+from specactor_ray.rollout.detokenizer import Detokenizer, decoded
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
 from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import trajectory_of
@@ -156,3 +156,18 @@ def test_an_output_that_cannot_be_decoded_fails_alone() -> None:
     journal.progress(Progress((("r", 1),), one - 1, one, one, one.astype(np.float32)))
     assert journal.stopped == {"r": "its output cannot be decoded: KeyError('x')"}
     assert len(entry.records) == RECORD.itemsize
+
+
+@pytest.mark.parametrize("made", [byte_level, sentence_pieces])
+def test_what_arrives_is_a_beginning_of_the_whole_text(made: Any) -> None:
+    """Tokens at random: runs of bytes that are no text, cut anywhere."""
+    tokenizer, rng = made(), random.Random(3)
+    bytes_ = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x0A, 0xF0, 0x9F, 0xA6, 0x41, 0xC3, 0xA9)]
+    some = bytes_ if made is sentence_pieces else range(len(tokenizer))
+    for _ in range(300):
+        tokens = [rng.choice(some) if rng.random() < 0.6 else rng.randrange(len(tokenizer)) for _ in range(9)]
+        growing, arrived = Detokenizer(tokenizer), ""
+        for number, token in enumerate(tokens, start=1):
+            arrived += growing.add((token,))
+            assert arrived + growing.pending == decoded(tokenizer, tokens[:number])
+            assert decoded(tokenizer, tokens).startswith(arrived)
