@@ -282,7 +282,7 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt) as caught:
             rollout.Rollout(make_config())
         kept.append(caught.value)
-        assert not groups_left() and not list_runs()
+        wait_until(lambda: not groups_left() and not list_runs(), "nothing of it left")
     wait_until(lambda: ray.available_resources().get("CPU", 0.0) >= free, "its cores free")
     assert ray.is_initialized() and len(kept) == 2
 
