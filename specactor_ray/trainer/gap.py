@@ -31,16 +31,16 @@ class GapRule:
         self._least = _ROUNDING.get(dtype, _ROUNDING_16)
         self._far_before = False
         for record in records:
-            if not is_stale(record):
+            if not is_unfit(record):
                 self._level = max(float(record["gap"]["mean"]), self._least)
                 break
 
     def judge(self, record: Mapping[str, Any], last: bool = False) -> None:
         """Warn of this step, or set `problem`: the gap is that of another policy, or far above the level twice in a row
-        or in the last step. Steps with tokens of older weights are not judged."""
-        step, gap = record["step"], float(record["gap"]["mean"])
-        if is_stale(record):
+        or in the last step. Steps `is_unfit` are not judged."""
+        if is_unfit(record):
             return
+        step, gap = record["step"], float(record["gap"]["mean"])
         level = self._level = self._level or max(min(gap, _ANOTHER_POLICY), self._least)
         is_far = gap > min(_STOPS * level, _ANOTHER_POLICY)
         if gap > _ANOTHER_POLICY or (is_far and (self._far_before or last)):
@@ -58,6 +58,6 @@ class GapRule:
         self._far_before = is_far
 
 
-def is_stale(record: Mapping[str, Any]) -> bool:
-    """Whether a step has tokens that other weights sampled than those it trains."""
-    return record["train"].get("staleness_max", 0) > 0
+def is_unfit(record: Mapping[str, Any]) -> bool:
+    """Whether a step compares nothing: it has no samples, or tokens that other weights sampled than those it trains."""
+    return record["gap"]["mean"] is None or record["train"].get("staleness_max", 0) > 0

@@ -30,23 +30,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COUNTS = ("skipped", "no_gradient")
+"""Numbers of optimizer steps left out."""
 PHASES = ("rollout", "update", "sync", "checkpoint")
+
+
+def _figure(section: str, name: str, form: str, factor: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
+    """Function from a step's record to the text of a number in it; `-` where there is none."""
+
+    def text(record: Mapping[str, Any]) -> str:
+        value = record[section].get(name)
+        return "-" if value is None else form.format(factor * value)
+
+    return text
+
+
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
-    ("reward", lambda r: _of_rewards(r, lambda t: f"{t['reward_mean']:.3f} ±{t['reward_std']:.2f}")),
-    ("pass", lambda r: _of_rewards(r, lambda t: f"{100 * t['pass_rate']:.0f}%")),
-    ("length", lambda r: f"{r['train']['length_mean']:.1f}"),
-    ("turns", lambda r: f"{r['train']['turns_mean']:.1f}" if "turns_mean" in r["train"] else "-"),
-    ("kl", lambda r: f"{r['train']['kl']:.4f}" if "kl" in r["train"] else "-"),
-    ("entropy", lambda r: f"{r['train']['entropy']:.3f}"),
-    ("loss", lambda r: f"{r['train']['loss']:.4f}"),
-    ("grad", lambda r: f"{r['train']['grad_norm']:.3f}"),
-    ("tok/s", lambda r: f"{r['speed']['tokens_per_s']:.0f}"),
-    ("acc. length", lambda r: f"{r['speed']['acceptance_length']:.2f}"),
+    ("reward", lambda r: _reward(r["train"])),
+    ("pass", _figure("train", "pass_rate", "{:.0f}%", 100)),
+    ("length", _figure("train", "length_mean", "{:.1f}")),
+    ("turns", _figure("train", "turns_mean", "{:.1f}")),
+    ("kl", _figure("train", "kl", "{:.4f}")),
+    ("entropy", _figure("train", "entropy", "{:.3f}")),
+    ("loss", _figure("train", "loss", "{:.4f}")),
+    ("grad", _figure("train", "grad_norm", "{:.3f}")),
+    ("tok/s", _figure("speed", "tokens_per_s", "{:.0f}")),
+    ("acc. length", _figure("speed", "acceptance_length", "{:.2f}")),
     ("drafters", lambda r: _drafters(r["speed"]["by_method"])),
-    ("rollout", lambda r: f"{r['seconds']['rollout']:.1f}s"),
-    ("update", lambda r: f"{r['seconds']['update']:.1f}s"),
-    ("sync", lambda r: f"{r['seconds']['sync']:.2f}s"),
-    ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
+    ("rollout", _figure("seconds", "rollout", "{:.1f}s")),
+    ("update", _figure("seconds", "update", "{:.1f}s")),
+    ("sync", _figure("seconds", "sync", "{:.2f}s")),
+    ("share", _figure("speed", "rollout_share", "{:.0f}%", 100)),
 )
 """Name of a figure in a step's line, and function from the step's record to its text."""
 
@@ -126,10 +140,12 @@ class StepRecorder:
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
+        # Without a sample nothing was compared or trained.
+        learnt = {name: value if experience.samples or name in _COUNTS else None for name, value in update.items()}
         record = {
             "step": step,
-            "train": self._train_figures(step, experience, update),
-            "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
+            "train": self._train_figures(step, experience, learnt),
+            "gap": {"mean": learnt["logprob_gap"], "max": learnt["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
@@ -223,7 +239,7 @@ class StepRecorder:
         self._parts.callback(run.finish)
         return lambda record: run.log(dict(numbers(record)), step=record["step"])
 
-    def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
+    def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float | None]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
         lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
@@ -296,9 +312,9 @@ def _drafters(by_method: Mapping[str, Any]) -> str:
     return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
 
 
-def _of_rewards(record: Mapping[str, Any], text: Callable[[Mapping[str, Any]], str]) -> str:
-    train = record["train"]
-    return "-" if train["reward_mean"] is None else text(train)
+def _reward(train: Mapping[str, Any]) -> str:
+    mean_reward = train["reward_mean"]
+    return "-" if mean_reward is None else f"{mean_reward:.3f} ±{train['reward_std']:.2f}"
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:
@@ -338,6 +354,6 @@ def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[
     for record in records:
         for part, reasons in record["failures"].items():
             failures[part].update(reasons)
-    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in ("skipped", "no_gradient")}
+    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in _COUNTS}
     tokens = sum(record["speed"]["tokens"] for record in records)
     return {"seconds": seconds, "tokens": tokens, "drafters": drafters, "failures": failures, "left_out": left_out}

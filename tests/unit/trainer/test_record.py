@@ -53,6 +53,7 @@ def test_drafted_tokens_are_counted_by_method() -> None:
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "logprob_gap", "logprob_gap_max"), 0.0)
+SAMPLE: Any = object()
 UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
 
@@ -88,7 +89,7 @@ def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) ->
         record = StepRecorder(config, run, rollout, PresentWork(9), lambda _: None)
         for step in steps:
             record.begin(step - 1)
-            record.end(step, Experience(), {**UPDATE, "logprob_gap": gap}, 0)
+            record.end(step, Experience([SAMPLE]), {**UPDATE, "logprob_gap": gap}, 0)
         return record.problem
 
     assert train(range(1, 3), 1e-6) == ""
@@ -140,7 +141,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
                 ticks.now += seconds
         failures = {"reward": Counter({"no number": 1}), "rollout": Counter[str]()}
         counts: dict[str, Any] = {"dull_groups": 3, "rounds": 2, "turns": 5, "failures": failures}
-        experience = Experience([], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
+        experience = Experience([SAMPLE], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
             ticks.now += 3
@@ -149,7 +150,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
     for line, step, seconds in zip(run.metrics_file.read_text().splitlines(), (1, 2), (7, 10), strict=True):
         ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
-        train |= {"samples": 0, "sampled": 2, "dull_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
+        train |= {"samples": 1, "sampled": 2, "dull_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
         speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
@@ -182,7 +183,8 @@ def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     totals = recorder.finish("failed", 0).summary["totals"]
     (found,) = map(json.loads, run.metrics_file.read_text().splitlines())
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
-    assert ": reward -, pass -, length" in lines[0]
+    assert ": reward -, pass -, length 4.0, turns -, kl -, entropy -, loss -, grad -, tok/s" in lines[0]
+    assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
     assert "step 1: 6 samples have no reward: 4 x TimeoutError, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
     assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}
