@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.errors import InputError, TooLongError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import parse_json
 from specactor_ray.rollout.literal import Rendered, control_tokens, tokenize
 from specactor_ray.rollout.rendering import render, texts_of
@@ -225,12 +225,12 @@ def encode_chat(
 
 
 def refuse_long(tokenizer: Any, texts: Iterable[str], most: int | None) -> None:
-    """Raises InputError for texts that have more characters together than a context of `most` tokens can hold."""
+    """Raises TooLongError for texts that have more characters together than a context of `most` tokens can hold."""
     if most is None:
         return
     size, longest = sum(map(len, texts)), control_tokens(tokenizer).longest
     if size > most * longest:
-        raise InputError(
+        raise TooLongError(
             f"the prompt has {size} characters, and a context of {most} tokens holds at most {most * longest} "
             f"(the longest token has {longest})"
         )

@@ -34,7 +34,7 @@ class TrainState:
     position: int = 0
     """Number of tasks taken from the data."""
     skipped_tasks: int = 0
-    """Number of tasks skipped because they do not fit the model."""
+    """Number of tasks skipped because their prompt is too long or cannot be encoded."""
     bad_steps: int = 0
     """Number of latest consecutive steps without training effect: not finite, or every reward failed."""
     reward: float | None = None

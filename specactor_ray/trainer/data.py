@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, TooLongError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
 """Number of tasks of a generated source without `data.limit`; each is made when it is read."""
-_FIX = ". Fix: a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
+_SHORTEN = "a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
+_CORRECT = "correct these rows"
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"
 """Fillers of Hangul and the empty Braille pattern: letters and a symbol without a glyph."""
 _GYM, _HUB = "reasoning_gym:", "hf:"
@@ -34,6 +35,8 @@ class Task:
     """The reference answer, if there is one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """All other keys of the row."""
+    place: str = ""
+    """Place of the row, for messages."""
 
 
 def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
@@ -54,23 +57,44 @@ def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
 
 
 class TableSource:
-    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys; read on access.
-    `lines` has the line number of every row, for messages."""
+    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys; read on access. The
+    prompts and answers of all rows are checked at once, in any format. `lines` has the line number of every row, for
+    messages."""
 
     def __init__(self, rows: Any, where: str, config: DataConfig, lines: Sequence[int] | None = None) -> None:
         self._rows, self._where, self._config, self._lines = rows, where, config, lines
         self._size = min(len(rows), config.limit or len(rows))
         if self._size == 0:
             raise InputError(f"data.path: {where} holds no tasks; write one JSON object with a prompt per line")
-        for index in range(self._size if lines is not None else 1):  # errors of a file are reported at once
-            self[index]
+        columns = getattr(rows, "features", {})  # of a table, whose floats may have 32 or 16 bits
+        narrow = str(getattr(columns.get(config.answer_key), "dtype", ""))
+        self._float = np.dtype(narrow if narrow in ("float32", "float16") else "float64").type
+        self.without_answer = ""
+        """Place of the first row without a reference answer; empty if there is none."""
+        self._task(0, rows[0])  # names all keys of the row, if that of the prompt is missing
+        for index, row in enumerate(self._checked_columns()):
+            task = self._task(index, row)
+            if not self.without_answer and not has_reference(task.answer):
+                self.without_answer = task.place
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Task:
-        config, row = self._config, self._rows[index]
-        where = self._place(index)
+        return self._task(index, self._rows[index])
+
+    def _checked_columns(self) -> Iterator[Any]:
+        """The rows; those of a table without its other columns, of which one row may hold an image."""
+        if isinstance(self._rows, list):
+            yield from self._rows[: self._size]
+            return
+        keys = (self._config.prompt_key, "messages", self._config.answer_key)
+        names = [name for name in self._rows.column_names if name in keys]
+        for batch in self._rows.select(range(self._size)).select_columns(names).iter(1000):
+            yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+    def _task(self, index: int, row: Any) -> Task:
+        config, where = self._config, self._place(index)
         if not isinstance(row, Mapping):
             raise InputError(f"{where}: expected an object with {config.prompt_key!r} or 'messages'")
         key = config.prompt_key if config.prompt_key in row else "messages"
@@ -83,14 +107,8 @@ class TableSource:
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
         rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
-        answer = _answer(row.get(config.answer_key), where, config.answer_key)
-        return Task(index, with_system_prompt(prompt, config), answer, rest)
-
-    def without_answer(self) -> str:
-        """Place of the first row without a reference answer, empty if there is none; of tables that are no file, only
-        the first row is read."""
-        rows = range(self._size if self._lines is not None else 1)
-        return next((self._place(index) for index in rows if not has_reference(self[index].answer)), "")
+        answer = _answer(row.get(config.answer_key), where, config.answer_key, self._float)
+        return Task(index, with_system_prompt(prompt, config), answer, rest, where)
 
     def _place(self, index: int) -> str:
         return f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
@@ -106,11 +124,14 @@ def is_blank(text: str) -> bool:
     return not any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK_LETTERS for one in text)
 
 
-def _answer(value: Any, where: str, key: str) -> str | None:
-    """A reference answer as text: a text, or a number in its shortest form. Raises InputError for other types."""
+def _answer(value: Any, where: str, key: str, number: type[np.floating]) -> str | None:
+    """A reference answer as text: a text, or a number in the fewest digits that identify it among the floats of this
+    type, without exponent, such as `1` for 1.0. Raises InputError for other types, infinity and NaN."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, float) and math.isfinite(value):
+        return np.format_float_positional(number(value + 0.0), trim="-")  # + 0.0 takes the sign of -0.0
+    if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(
             f"{where}: {key!r} is {clipped(value)}, and an answer is a text or a number. Fix: write it as the text "
             "that outputs are compared with, or under another key, which a reward function finds in sample.metadata"
@@ -148,8 +169,9 @@ class GymSource:
         entry = self._tasks[index]
         prompt = with_system_prompt(entry["question"], self._config)
         answer = None if entry["answer"] is None else str(entry["answer"])
-        return Task(index, prompt, answer, {"entry": dict(entry)})
+        return Task(index, prompt, answer, {"entry": dict(entry)}, f"{self._config.path}, task {index}")
 
+    @property
     def without_answer(self) -> str:
         """`data.path` if the first task has no reference answer, else empty."""
         return "" if has_reference(self[0].answer) else f"data.path: {self._config.path}"
@@ -196,25 +218,32 @@ class TaskStream:
         """Number of tasks taken so far; with `skipped` the only state to save."""
         self.skipped = 0
         """Number of tasks skipped because their prompt is too long or cannot be encoded."""
+        self.first_skip = ""
+        """Place and reason of the first task skipped since this was emptied."""
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._count_tokens, self._max = count_tokens, max_prompt_tokens
         self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
+        self._refused = np.zeros(self.size, dtype=np.bool_)
+        """Whether a task was skipped, by its index; a task that was skipped once always is."""
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` tasks. Raises InputError if no prompt of a whole epoch fits."""
+        """The next `count` tasks. Raises InputError if every task of the source was skipped."""
         tasks: list[Task] = []
-        passed_over = 0
         while len(tasks) < count:
-            task = self._source[self._next_index()]
-            reason = self._why_not(task)
+            index = self._next_index()
+            task = self._source[index]
+            reason, fix = self._why_not(task)
             if not reason:
-                passed_over = 0
                 tasks.append(task)
                 continue
-            passed_over += 1
             self.skipped += 1
-            if passed_over >= self.size:
-                raise InputError(f"data: none of the {self.size} prompts can be used; the last one {reason}{_FIX}")
+            reason = f"{task.place or f'row {index}'}, {reason}"
+            self.first_skip = self.first_skip or reason
+            if not self._refused[index]:
+                self._refused[index] = True
+                if self._refused.all():
+                    problem = f"data: none of the {self.size} prompts can be used; one of them, {reason}"
+                    raise InputError(f"{problem}. Fix: {fix}")
         return tasks
 
     def _next_index(self) -> int:
@@ -226,9 +255,12 @@ class TaskStream:
         self.position += 1
         return int(self._indices[offset])
 
-    def _why_not(self, task: Task) -> str:
+    def _why_not(self, task: Task) -> tuple[str, str]:
+        """Why a task is skipped, and the fix; empty texts if it is not."""
         try:
             tokens = self._count_tokens(task.prompt)
+        except TooLongError as error:
+            return f"is too long: {error}", _SHORTEN
         except InputError as error:
-            return f"cannot be encoded: {error}"
-        return f"has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""
+            return f"cannot be encoded: {error}", _CORRECT
+        return (f"has {tokens} tokens, and {self._max} is the limit", _SHORTEN) if tokens > self._max else ("", "")

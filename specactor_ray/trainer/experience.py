@@ -55,6 +55,10 @@ class Experience:
     """Seconds between the last output and the last reward."""
     environment_s: float = 0.0
     """Total seconds that conversations waited for their environments."""
+    skipped_tasks: int = 0
+    """Number of tasks skipped because their prompt is too long or cannot be encoded."""
+    first_skip: str = ""
+    """Place and reason of the first of them."""
     position: tuple[int, int] = (0, 0)
     """Numbers of tasks taken from the data up to this step, and of skipped tasks."""
 
@@ -77,6 +81,7 @@ class ExperienceMaker:
         round are used: they have no advantages, but may have a divergence, an entropy and values to train."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
         experience, kept, dull = Experience(), list[list[Sample]](), list[list[Sample]]()
+        skipped, self._stream.first_skip = self._stream.skipped, ""
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
             groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
@@ -91,6 +96,7 @@ class ExperienceMaker:
                 break
         experience.samples = [sample for samples in kept or dull for sample in samples]
         experience.position = (self._stream.position, self._stream.skipped)
+        experience.skipped_tasks, experience.first_skip = self._stream.skipped - skipped, self._stream.first_skip
         return experience
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:

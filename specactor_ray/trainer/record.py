@@ -14,7 +14,7 @@ import yaml
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.environment import fitting_dtype, hardware, versions
-from specactor_ray.core.errors import InputError, counted_by_kind
+from specactor_ray.core.errors import InputError, clipped_text, counted_by_kind
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.preflight import identity_of
@@ -154,7 +154,7 @@ class StepRecorder:
         self._write(record)
         self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
         self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
-        self._warn(record)
+        self._warn(record, experience.first_skip)
         for tracker in self._trackers:
             try:
                 tracker(record)
@@ -259,6 +259,7 @@ class StepRecorder:
             "sampled": len(experience.trajectories),
             "dull_groups": experience.dull_groups,
             "sampling_rounds": experience.rounds,
+            "skipped_tasks": experience.skipped_tasks,
             **learnt,
         }
 
@@ -291,13 +292,17 @@ class StepRecorder:
         rollout = self._rollout
         return rollout.metrics(), rollout.committed_tokens, rollout.discarded_tokens
 
-    def _warn(self, record: Mapping[str, Any]) -> None:
+    def _warn(self, record: Mapping[str, Any], first_skip: str) -> None:
         self._gap.judge(record, record["step"] == self._config.trainer.steps)
         for part, text in (("reward", "samples have no reward"), ("rollout", "outputs are missing")):
             if reasons := record["failures"][part]:
                 count, causes = sum(reasons.values()), counted_by_kind(reasons)
                 logger.warning("step %d: %d %s: %s", record["step"], count, text, causes)
         train = record["train"]
+        if skipped := train["skipped_tasks"]:
+            logger.warning(
+                "step %d: tasks skipped: %d (the first: %s)", record["step"], skipped, clipped_text(first_skip, 400)
+            )
         for name, reason in (
             ("skipped", "the loss or the gradient is not finite"),
             ("no_gradient", "the gradient is 0"),
@@ -339,8 +344,8 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[str, Any]:
-    """Seconds per phase, tokens, drafted and accepted tokens per method, failures and optimizer steps left out over the
-    whole run. `rest`: seconds per phase after the last record, such as those of the last checkpoint."""
+    """Seconds per phase, tokens, drafted and accepted tokens per method, failures, optimizer steps left out and skipped
+    tasks of the whole run. `rest`: seconds per phase after the last record, such as those of the last checkpoint."""
     rest = {**rest, "step": sum(rest.values())}
     seconds = {
         phase: round(sum(record["seconds"].get(phase, 0.0) for record in records) + rest.get(phase, 0.0), 3)
@@ -356,4 +361,11 @@ def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[
             failures[part].update(reasons)
     left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in _COUNTS}
     tokens = sum(record["speed"]["tokens"] for record in records)
-    return {"seconds": seconds, "tokens": tokens, "drafters": drafters, "failures": failures, "left_out": left_out}
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "drafters": drafters,
+        "failures": failures,
+        "left_out": left_out,
+        "skipped_tasks": sum(record["train"].get("skipped_tasks", 0) for record in records),
+    }

@@ -151,7 +151,7 @@ def checked_tasks(config: Config) -> TaskStream:
     data = config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
-    if needs_answer and (place := source.without_answer()):
+    if needs_answer and (place := source.without_answer):
         raise InputError(
             f"{place} has no {data.answer_key!r} (data.answer_key), or an empty one, and the reward {needs_answer[0]} "
             "compares with it. Fix: add it, or choose another reward.functions"

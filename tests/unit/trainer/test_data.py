@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError, InputError, TooLongError
 from specactor_ray.trainer.data import Task, TaskStream, open_source
 
 
@@ -122,5 +122,97 @@ def test_prompts_that_are_too_long_are_passed_over() -> None:
     tasks = stream("aa", "bbbbbb", "c")
     assert [task.prompt for task in tasks.take(3)] == ["aa", "c", "aa"]
     assert tasks.skipped == 1 and tasks.position == 4
-    with pytest.raises(InputError, match=r"none of the 2 prompts.* 6 tokens, and 3 is the limit"):
+    assert tasks.first_skip == "row 1, has 6 tokens, and 3 is the limit"
+    with pytest.raises(InputError, match=r"none of the 2 prompts.* 6 tokens, and 3 is the limit\. Fix: a higher"):
         stream("aaaaaa", "bbbbbb").take(1)
+
+
+def test_a_source_with_one_task_that_fits_is_never_refused() -> None:
+    """Whatever the orders of the epochs are, in which it may be first and then last, and wherever the run goes on."""
+    for seed in range(40):
+        prompts = [Task(index, "a" if index == 3 else "aaaaaa") for index in range(20)]
+        stream = TaskStream(prompts, seed, len, 3)
+        stream.position = seed
+        assert taken(stream, 30) == [3] * 30
+        assert stream.position - 30 == seed + stream.skipped
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (InputError("message 1 has no role"), "cannot be encoded: message 1 has no role. Fix: correct these rows"),
+        (TooLongError("9 characters"), "is too long: 9 characters. Fix: a higher target.max_model_len"),
+    ],
+)
+def test_the_fix_of_unusable_prompts_fits_their_reason(error: InputError, message: str) -> None:
+    def count_tokens(prompt: object) -> int:
+        raise error
+
+    stream = TaskStream([Task(0, "a", place="t.jsonl, line 7")], 0, count_tokens, 3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="none of the 1 prompts can be used; one of them, t.jsonl, line 7, " + message):
+        stream.take(1)
+
+
+def table(path: Path, columns: dict) -> str:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+    return str(path)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": ["a", "b", None]}, "row 2: 'prompt' must be"),
+        ({"prompt": ["a", "", "b"], "image": [b"x"] * 3}, "row 1: 'prompt' must be"),
+        ({"messages": [MESSAGES, MESSAGES, []]}, "row 2: 'messages' must be"),
+        ({"prompt": ["a", "b"], "answer": [1.0, float("inf")]}, "row 1: 'answer' is inf"),
+        ({"prompt": ["a", "b"], "answer": [True, False]}, "row 0: 'answer' is True"),
+        ({"question": ["a"], "level": [1]}, "data.prompt_key.*its keys are level, question"),
+    ],
+)
+def test_every_row_of_a_table_is_checked_at_once(columns: dict, message: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "t.parquet", columns)
+    with pytest.raises(InputError, match=message):
+        open_source(DataConfig(path=path), 0)
+
+
+def test_rows_beyond_the_limit_are_not_checked_and_missing_answers_are_found(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "b", "c", None], "answer": ["1", "2", None, "3"]}
+    path = table(tmp_path / "t.parquet", columns)
+    assert open_source(DataConfig(path=path, limit=2), 0).without_answer == ""
+    assert open_source(DataConfig(path=path, limit=3), 0).without_answer == f"{path}, row 2"
+
+
+NUMBERS = [
+    (3.0, "3"),
+    (-0.0, "0"),
+    (-2.0, "-2"),
+    (0.1, "0.1"),
+    (2.5, "2.5"),
+    (1e20, "100000000000000000000"),
+    (1e-7, "0.0000001"),
+]
+
+
+def test_a_number_is_the_text_of_its_digits_in_every_format(tmp_path: Path) -> None:
+    whole = [(7, "7"), (2**63 + 1, "9223372036854775809"), (10**400, "1" + "0" * 400)]
+    rows = [{"prompt": "a", "answer": value} for value, _ in NUMBERS + whole]
+    source = open_source(DataConfig(path=write(tmp_path / "t.jsonl", rows)), 0)
+    assert [source[i].answer for i in range(len(source))] == [text for _, text in NUMBERS + whole]
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    for kind in ("float64", "float32"):
+        columns = {"prompt": ["a"] * (len(NUMBERS) + 1), "answer": [value for value, _ in NUMBERS] + [None]}
+        features = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value(kind)})
+        datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / f"{kind}.parquet")
+        source = open_source(DataConfig(path=str(tmp_path / f"{kind}.parquet")), 0)
+        assert [source[i].answer for i in range(len(source))] == [*(text for _, text in NUMBERS), None]
+
+
+@pytest.mark.parametrize("answer", ["NaN", "Infinity", "-Infinity", "true", "1e999", "[1]"])
+def test_answers_that_are_no_text_and_no_number(answer: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(f'{{"prompt": "a", "answer": "1"}}\n{{"prompt": "a", "answer": {answer}}}\n')
+    with pytest.raises(InputError, match="line 2"):
+        open_source(DataConfig(path=str(tmp_path / "t.jsonl")), 0)

@@ -12,6 +12,7 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
@@ -75,6 +76,20 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
 
 def advantages(experience: Experience) -> list[float]:
     return [round(sample.advantage, 3) for sample in experience.samples]
+
+
+def test_tasks_skipped_for_a_step_are_counted_for_it() -> None:
+    config = from_mapping({"mode": "plain", "data": {"n": 1}, "trainer": {"prompts_per_step": 1}})
+    config.reward.functions = [RewardFunctionConfig(RAISES)]
+    tasks = [Task(index, "a" * length) for index, length in enumerate((9, 1, 1, 8, 7, 1))]
+    stream = TaskStream(tasks, 0, len, 3, shuffle=False)  # type: ignore[arg-type]
+    maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config))  # type: ignore[arg-type]
+    steps = [maker.collect(Scripted("1"), config.sampling, step) for step in range(3)]
+    assert [(one.skipped_tasks, one.first_skip[:10], one.position) for one in steps] == [
+        (1, "row 0, has", (2, 1)),
+        (0, "", (3, 1)),
+        (2, "row 3, has", (6, 3)),
+    ]
 
 
 def test_every_output_of_a_group_is_compared_with_the_others() -> None:

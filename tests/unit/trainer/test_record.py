@@ -140,7 +140,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
             with record.timed(phase):
                 ticks.now += seconds
         failures = {"reward": Counter({"no number": 1}), "rollout": Counter[str]()}
-        counts: dict[str, Any] = {"dull_groups": 3, "rounds": 2, "turns": 5, "failures": failures}
+        counts: dict[str, Any] = {"dull_groups": 3, "rounds": 2, "turns": 5, "failures": failures, "skipped_tasks": 4}
         experience = Experience([SAMPLE], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
@@ -151,6 +151,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
         ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
         train |= {"samples": 1, "sampled": 2, "dull_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
+        train |= {"skipped_tasks": 4}
         speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
@@ -167,6 +168,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
             "failures": {"reward": {"no number": 1}, "rollout": {}},
         }, "every figure, and no other"
     assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
+    assert totals["skipped_tasks"] == 8
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
 
 
@@ -190,6 +192,25 @@ def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}
     assert totals["left_out"] == {"skipped": 1, "no_gradient": 2}
     assert not [name for name, value in numbers(found) if value is None]
+
+
+def test_skipped_tasks_are_in_the_log_the_metrics_and_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning a step; no warning for a step without them."""
+    config = Config()
+    config.tracking.tensorboard = False
+    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
+    recorder = StepRecorder(config, run, Ticks(), PresentWork(3), lambda line: None)  # type: ignore[arg-type]
+    for step, skipped in enumerate((0, 99, 2), start=1):
+        recorder.begin(step - 1)
+        reason = "t.jsonl, line 4, has 9 tokens, and 3 is the limit" if skipped else ""
+        recorder.end(step, Experience(skipped_tasks=skipped, first_skip=reason), UPDATE, 0)
+    records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [one["train"]["skipped_tasks"] for one in records] == [0, 99, 2]
+    assert recorder.finish("complete", 0).summary["totals"]["skipped_tasks"] == 101
+    assert "step 2: tasks skipped: 99 (the first: t.jsonl, line 4, has 9 tokens" in caplog.text
+    assert caplog.text.count("tasks skipped") == 2
 
 
 def test_staleness_is_counted_in_own_tokens() -> None:
