@@ -1,5 +1,5 @@
-"""Tiny random models of many families: those that the `hf` engine serves, those that it refuses, and variants whose
-weights are sent."""
+"""Tiny random models of many families: those that the `hf` engine serves, those that it refuses, and variants for
+tests of weight updates."""
 
 from __future__ import annotations
 

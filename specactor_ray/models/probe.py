@@ -18,7 +18,7 @@ from specactor_ray.models.rotary import fix_positions
 
 PROBE_LENGTH = 48
 LONGEST_WINDOW = 512
-"""Longest window of attention beyond which a model is compared at load: that costs a forward of so many tokens."""
+"""Largest attention window, in tokens, that the comparison at load exceeds; a larger one costs too long a forward."""
 
 
 def probe_tokens(vocab_size: int, length: int = PROBE_LENGTH) -> np.ndarray:

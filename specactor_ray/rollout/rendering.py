@@ -17,7 +17,7 @@ _ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipyth
 """Roles from which a template may compose a control token, such as `<|user|>`; any other role is literal text."""
 _SEARCHES = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "count"}
 _SEARCHES |= {"strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace"}
-"""Methods and filters whose (first) argument is searched in a text, and not written."""
+"""Methods and filters that search their first argument in a text and do not write it."""
 _COMPARISONS = {"==", "!=", "in"}
 _QUOTED = re.compile(r"'([^'\\\n]*\w[^'\\\n]*)'|\"([^\"\\\n]*\w[^\"\\\n]*)\"")
 """A text in a template's source, on which the template may depend."""

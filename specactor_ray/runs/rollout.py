@@ -208,9 +208,8 @@ def _run(
             }
             with results_in(folder):
                 write_json(folder / SUMMARY_FILE, summary)
-        if done:
-            with results_in(folder):
-                writer.complete()  # last: a run that is killed before it can be continued
+                if done:
+                    writer.complete()  # last: a run that is killed before it can be continued
     return RunOutcome(folder, summary)
 
 

@@ -84,9 +84,9 @@ class LoadProof:
         config, weights = self._config, self._weights
         self._weights = {}
         windows = windows_of(self._text)
-        whose = f" (its attention has a window of {windows[0]} tokens)" if windows else ""
+        note = f" (its attention has a window of {windows[0]} tokens)" if windows else ""
         try:
-            prove(engine, self._probe, f"vllm does not compute {config.model}{whose} as transformers does")
+            prove(engine, self._probe, f"vllm does not compute {config.model}{note} as transformers does")
         except WeightsError as error:
             raise ModelLoadError(str(error)) from error
         except wrong_value_errors() as error:  # those of a model class in a forward

@@ -94,7 +94,7 @@ def run(
 
 
 def release_weights() -> None:
-    """Prepares ranks whose ZeRO-3 frees every weight after use, as it frees large ones."""
+    """Prepare ranks in which ZeRO-3 frees every weight after use, as it frees large ones."""
     settings = deepspeed_engine._settings
 
     def releasing(config: TrainerConfig, world_size: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def release_weights() -> None:
 
 
 def descend() -> None:
-    """Prepares ranks whose steps are the gradients themselves, so that weights show them: AdamW makes whole steps of
+    """Prepare ranks that step by the gradients themselves, so that weights show them: AdamW makes whole steps of
     gradients that are rounding errors."""
 
     class Descent(torch.optim.SGD):
@@ -177,8 +177,8 @@ def test_two_deepspeed_ranks_make_the_steps_of_one_process(stage: int, algorithm
 def test_layers_that_are_computed_again_have_the_same_gradients(
     kind: str, stage: int, own: str | tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Families whose decoder layers, or whose attention and experts, own weights themselves, which ZeRO-3 must gather
-    for each of the two forwards; and one with dropout."""
+    """Families with weights in the decoder layers themselves, or in attention and experts: ZeRO-3 must gather them for
+    each of the two forwards; and one with dropout."""
     folder, found = save_model(kind, tmp_path), []
     for backend, recomputed in (("torch", False), ("deepspeed", True)):
         config = settings(backend, stage)

@@ -136,7 +136,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rollouts of this process start verifiers whose engine does so."""
+    """Rollouts of this process start verifiers with an engine that drops a tensor."""
     actors = ActorClasses(DroppingVerifier, DraftActor)
     monkeypatch.setattr(
         rollout_module, "start_controller", lambda config, held: start_controller(config, actors, held=held)

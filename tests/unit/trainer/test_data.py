@@ -128,7 +128,7 @@ def test_prompts_that_are_too_long_are_passed_over() -> None:
 
 
 def test_a_source_with_one_task_that_fits_is_never_refused() -> None:
-    """Whatever the orders of the epochs are, in which it may be first and then last, and wherever the run goes on."""
+    """For all orders of two epochs (the task may be first and then last), and from every position of a resumed run."""
     for seed in range(40):
         prompts = [Task(index, "a" if index == 3 else "aaaaaa") for index in range(20)]
         stream = TaskStream(prompts, seed, len, 3)
