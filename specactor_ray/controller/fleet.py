@@ -23,7 +23,7 @@ from specactor_ray.controller.reconcile import (
     is_given_up,
     record_failure,
 )
-from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError, UserError
+from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError, UserError, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +169,8 @@ class Fleet:
                     logger.warning("%s waits: %s", member.actor_id, error)
         if waiting:
             demands = [seat.demand for seat in self._seating.seats]
-            more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
             table = demand_against_supply(demands, self._supply)
-            logger.warning("%s%s: not placed on the cluster yet.\n%s", waiting[0], more, table)
+            logger.warning("%s: not placed on the cluster yet.\n%s", first_of(waiting, 1), table)
 
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""

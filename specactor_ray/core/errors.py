@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -45,6 +45,11 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     close = [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
     close = close or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def first_of(names: Sequence[object], most: int = 3) -> str:
+    """The first `most` names, and how many more there are, such as `a, b, c and 2 more`."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def counted_by_kind(reasons: Mapping[str, int]) -> str:

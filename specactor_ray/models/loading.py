@@ -14,12 +14,12 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.environment import fitting_dtype
-from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError, first_of
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
 from specactor_ray.models.checkpoint_files import read_config, require_tokenizer, weight_files
@@ -240,21 +240,21 @@ def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]
     """Refuse what transformers only warns of: weights that are missing, which it fills with random numbers, and tied
     ones that differ, which it then does not tie, so that no update fits. Weights without a place are logged."""
     if missing := info.get("missing_keys"):
-        raise ModelLoadError(f"The weights of {name!r} lack {_first(missing)}. Fix: get the complete model.")
+        raise ModelLoadError(f"The weights of {name!r} lack {first_of(sorted(missing))}. Fix: get the complete model.")
     if wrong := {key: (tuple(found), tuple(own)) for key, found, own in info.get("mismatched_keys", ())}:
         found, own = wrong[min(wrong)]
         raise ModelLoadError(
-            f"The weights of {name!r} do not fit its config.json: {_first(wrong)}; the first has shape {found} in the "
-            f"weight files, and {own} by config.json. Fix: get both files of the same model."
+            f"The weights of {name!r} do not fit its config.json: {first_of(sorted(wrong))}; the first has shape "
+            f"{found} in the weight files, and {own} by config.json. Fix: get both files of the same model."
         )
     untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
     if untied:
         raise ModelLoadError(
-            f"The config.json of {name!r} ties {_first(untied)} to the embedding, and its weight files hold other "
-            "values for it. Fix: set tie_word_embeddings=false in config.json, or remove that weight from the files."
+            f"The config.json of {name!r} ties {first_of(sorted(untied))} to the embedding, and its weight files hold "
+            "other values for it. Fix: set tie_word_embeddings=false in config.json, or remove that weight from the files."
         )
     if unexpected := info.get("unexpected_keys"):
-        logger.warning("the model of %r has no place for these of its weights: %s", name, _first(unexpected))
+        logger.warning("the model of %r has no place for these of its weights: %s", name, first_of(sorted(unexpected)))
 
 
 def _require_plain_weights(name: str, model: PreTrainedModel, folder: Path | None) -> None:
@@ -281,11 +281,6 @@ def _require_plain_weights(name: str, model: PreTrainedModel, folder: Path | Non
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """Kinds of numbers in safetensors files that are the values of weights."""
-
-
-def _first(names: Collection[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if shown[3:] else "")
 
 
 _NAMES_IN_WORDS = (

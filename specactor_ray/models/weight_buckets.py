@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from specactor_ray.core.errors import InputError, did_you_mean
+from specactor_ray.core.errors import InputError, did_you_mean, first_of
 from specactor_ray.core.types import Probe
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import (
@@ -185,9 +185,8 @@ def fitting_weights(weights: Weights, layout: WeightLayout) -> Iterator[tuple[st
             )
     missing = [name for name in layout.shapes if tied.get(name, name) not in taken]
     if missing:
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise InputError(
-            f"weights: {missing[0]}{more} missing. Fix: give every weight and buffer of the target, as "
+            f"weights: {first_of(missing, 1)} missing. Fix: give every weight and buffer of the target, as "
             "model.state_dict() has them, in one call"
         )
 

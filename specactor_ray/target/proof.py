@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.errors import WeightsError
+from specactor_ray.core.errors import WeightsError, first_of
 from specactor_ray.core.types import Probe
 from specactor_ray.target.base import TargetEngine
 
 logger = logging.getLogger(__name__)
-_NAMED = 3
 
 
 def prove(engine: TargetEngine, probe: Probe | None, what: str, state_dict: Mapping[str, Any] | None = None) -> None:
@@ -29,8 +28,7 @@ def prove(engine: TargetEngine, probe: Probe | None, what: str, state_dict: Mapp
     logger.info("%s: %.3g nats from transformers on average, %.3g is rounding", what, gap, probe.tolerance)
     if gap <= probe.tolerance and not stale:  # the former is false for NaN
         return
-    more = f" and {len(stale) - _NAMED} more" if stale[_NAMED:] else ""
-    where = f"; not loaded: {', '.join(stale[:_NAMED])}{more}" if stale else ""
+    where = f"; not loaded: {first_of(stale)}" if stale else ""
     apart = np.flatnonzero(~(np.abs(found - probe.logprobs[: len(found)]) <= 10 * probe.tolerance))
     begin = f", from token {apart[0] + 1} of {count} on" if len(apart) and apart[0] else ""
     raise WeightsError(
