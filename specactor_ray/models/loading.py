@@ -251,7 +251,8 @@ def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]
     if untied:
         raise ModelLoadError(
             f"The config.json of {name!r} ties {first_of(sorted(untied))} to the embedding, and its weight files hold "
-            "other values for it. Fix: set tie_word_embeddings=false in config.json, or remove that weight from the files."
+            "other values for it. Fix: set tie_word_embeddings=false in config.json, or remove that weight from the "
+            "files."
         )
     if unexpected := info.get("unexpected_keys"):
         logger.warning("the model of %r has no place for these of its weights: %s", name, first_of(sorted(unexpected)))
