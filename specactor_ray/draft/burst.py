@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.environment import fall_back
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.models.ragged_attention import RaggedBatch, to_device
+from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.sampling.candidates import Candidates, candidates_on_device, unpacked
 from specactor_ray.sampling.rules import Rules, filtered
 

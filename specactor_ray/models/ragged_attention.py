@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary, attend_pages, store_pages
@@ -124,20 +125,6 @@ class ShapeProbe:
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to a device at once, without a wait."""
-    words = begins(np.array([-(-array.nbytes // 8) for array in arrays]))
-    packed = torch.empty(int(words[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
-    spans = list(zip(arrays, words[:-1].tolist(), words[1:].tolist(), strict=True))
-    for array, begin, end in spans:
-        packed.numpy()[begin:end].view(array.dtype)[: array.size] = array.ravel()
-    packed = packed.to(device, non_blocking=True)
-    return [
-        packed[begin:end].view(getattr(torch, array.dtype.name))[: array.size].view(array.shape)
-        for array, begin, end in spans
-    ]
 
 
 def ragged_attention(

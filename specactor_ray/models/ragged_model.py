@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import Probe
@@ -28,14 +29,7 @@ from specactor_ray.models.packed_linear import (
 )
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.probe import far_from, probe_model
-from specactor_ray.models.ragged_attention import (
-    ATTENTION_NAME,
-    MASKED_NAME,
-    RaggedBatch,
-    ShapeProbe,
-    register,
-    to_device,
-)
+from specactor_ray.models.ragged_attention import ATTENTION_NAME, MASKED_NAME, RaggedBatch, ShapeProbe, register
 from specactor_ray.models.rotary import fix_positions
 from specactor_ray.models.threads import thread_count
 

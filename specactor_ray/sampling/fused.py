@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import triton as kernels
 from specactor_ray.sampling.candidates import MOST, candidates
@@ -70,9 +71,8 @@ def verify_on_host(
 ) -> np.ndarray:
     """`verify` with host arrays `(offsets, tail_offsets, positions, slots)`: one copy to the device, one back. Drafts
     on the device stay there."""
-    parts = [*arrays, *([] if isinstance(drafts, Tensor) else [drafts])]
-    joined = torch.from_numpy(np.concatenate(parts)).to(logits.device)
-    offsets, tail_offsets, positions, slots, *rest = joined.split([len(part) for part in parts])
+    parts = (*arrays, *(() if isinstance(drafts, Tensor) else (drafts,)))
+    offsets, tail_offsets, positions, slots, *rest = to_device(parts, logits.device)
     x = logits if logits.stride(1) == 1 else logits.contiguous()
     tails = drafts if isinstance(drafts, Tensor) else rest[0]
     host: np.ndarray = verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks).cpu().numpy()

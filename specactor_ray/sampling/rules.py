@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.numba import GREEDY_BELOW
@@ -56,9 +57,8 @@ class Rules:
     def words(self) -> torch.Tensor:
         """int64 `(slots, 5)` on the device; copied there after rules were written."""
         if self._words is None:
-            import torch
-
-            self._words = torch.from_numpy(self.table.view(np.int64).reshape(-1, 5)).to(self._device, copy=True)
+            assert self._device is not None  # the host form reads `table`
+            [self._words] = to_device([self.table.view(np.int64).reshape(-1, 5)], self._device)
         return self._words
 
 

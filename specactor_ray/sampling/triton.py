@@ -30,6 +30,9 @@ COMMIT: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 """Block sizes and options of the kernels' launches. Without `maxnreg` the assembler limits `filter_rows` of one rank to
 80 registers on compute capability 8.0, and spills."""
 
+_PARTS = ["offsets", "tail_offsets", "slots", "positions", "rules", "tails"]
+"""Arguments that are parts of one buffer: whether they begin at a multiple of 16 bytes depends on the number of
+requests, and the kernels would be compiled again in the middle of a run."""
 _FIELDS = tl.constexpr(RULE_FIELDS)
 _GREEDY_BELOW = tl.constexpr(kernels.GREEDY_BELOW)
 _MAX_LOGIT = tl.constexpr(kernels.MAX_LOGIT)
@@ -144,7 +147,7 @@ def _rule(rules, slots, positions, request, j):
     return seed.to(tl.uint32), (seed >> 32).to(tl.uint32), position.to(tl.uint32), temperature, tl.load(rule + 2), top_p
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def scan(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
     BLOCK: tl.constexpr, RANKS: tl.constexpr,
@@ -307,7 +310,7 @@ def _best_before(
     return best[0], ids[0]
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def filter_rows(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANKS: tl.constexpr,
@@ -354,7 +357,7 @@ def filter_rows(
 # --- requests ------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def commit(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, tails, out, width, chunks,
     CHUNKS: tl.constexpr, RANKS: tl.constexpr,

@@ -63,6 +63,7 @@ MAY_IMPORT = {
     "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
+        "core/device.py",
         "sampling/",
         "models/",
         "draft/",

@@ -21,6 +21,7 @@ from torch import nn
 
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.draft.chains import MAIN, Chains
@@ -31,7 +32,7 @@ from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention, to_device
+from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.transport.messages import Features
 

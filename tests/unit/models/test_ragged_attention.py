@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specactor_ray.models.ragged_attention import RaggedBatch, attend_on_gpu, to_device
+from specactor_ray.core.device import to_device
+from specactor_ray.models.ragged_attention import RaggedBatch, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
 from tests.tiny import tiny_target

