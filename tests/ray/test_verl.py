@@ -13,6 +13,7 @@ import ray
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.parts import VERL
 from specactor_ray.integrations.verl_server import Seeds, VerlServer
 from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.tiny import tiny_prompts, tiny_target
@@ -44,6 +45,10 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=12, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+def test_the_installed_version_has_every_part() -> None:
+    assert VERL.lacking() == ""
 
 
 def configured(ours: Sequence[str] = (), **rollout: Any) -> Any:

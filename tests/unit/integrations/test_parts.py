@@ -1,0 +1,59 @@
+"""Versions of TRL and verl: an untested one is named, one without a part that is used is refused by its name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+import sys
+
+import pytest
+
+from specactor_ray.cli import doctor
+from specactor_ray.cli.doctor import State
+from specactor_ray.core import environment, upstream
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.parts import TRL, VERL
+from specactor_ray.integrations.trl import attach
+from specactor_ray.target.vllm_parts import VLLM
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is missing in all packages, which are installed in version 7.0.0."""
+    found: list[str] = []
+    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "7.0.0")
+    monkeypatch.setattr(upstream, "_missing", lambda package, wanted: found)
+    return found
+
+
+@pytest.mark.skipif(TRL.installed() is None, reason="trl is not installed")
+def test_the_installed_trl_has_every_part() -> None:
+    assert TRL.lacking() == ""
+
+
+def test_trl(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)  # it is imported after the check, and takes seconds
+    with pytest.raises(ImportError):
+        attach(None, None)
+    assert environment.fallbacks() == ["trl 7.0.0 is untested here; tested: 1.16"]
+    missing.append("trl.GRPOTrainer.vllm_mode")
+    with pytest.raises(InputError, match=r"trl 7\.0\.0 has no trl\.GRPOTrainer\.vllm_mode, .* Fix: .*'trl==1\.16\.\*'"):
+        attach(None, None)
+
+
+def test_a_verl_without_a_part_is_named_in_the_log(missing: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Since verl hides what its plugins raise."""
+    missing.append("verl.workers.rollout.replica.RolloutMode.HYBRID")
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.rollout\.name: .*7\.0\.0 has no \S+\.HYBRID") as error:
+        runpy.run_module("specactor_ray.integrations.verl")
+    assert caplog.messages == [str(error.value)] and "'verl==0.9.*'" in error.value.fix
+
+
+@pytest.mark.parametrize("package", [TRL, VERL, VLLM], ids=lambda package: package.name)
+def test_doctor_names_both(missing: list[str], package: upstream.Upstream) -> None:
+    found = doctor._compared("packages", package)
+    assert found.state is State.UNTESTED and found.fix == package.install and "7.0.0 is untested" in found.found
+    missing.append(f"{package.name}.gone")
+    found = doctor._compared("packages", package)
+    assert found.state is State.WRONG and found.fix == package.install and f"no {package.name}.gone" in found.found
