@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from specactor_ray.bench.gpu_check.stage import Settings
 
+SHAPE = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+}
 TINY_CHECK = Settings(
+    rows=(1, 4),
+    drafts=(0, 2),
+    accept=(0.5,),
     device="cpu",
     dtype="float32",
     copy_bytes=1 << 20,
@@ -13,14 +24,9 @@ TINY_CHECK = Settings(
     sampler_vocabs=(300, 512),
     attention_heads=(2, 1, 32),
     attention_cells=((1, 1, 20), (1, 3, 20), (4, 1, 20), (4, 3, 20)),
-    drafter={
-        "num_hidden_layers": 1,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 96,
-        "vocab_size": 512,
-    },
-    drafting_rows=(1, 4),
+    target=SHAPE,
+    target_prompt=20,
+    target_tokens=16,
+    drafter=SHAPE,
     drafting_prompt=8,
 )

@@ -28,3 +28,6 @@ def test_a_check_captures_graphs_and_measures_every_stage(tmp_path: Path) -> Non
         assert point["row alone"] == 0.0
     points = stages["drafting"]["points"]
     assert len(points) == 2 and all(point["eager x1 ms"] > 0 and point["graph x8 ms"] > 0 for point in points)
+    assert len(stages["target"]["points"]) == 4
+    for point in stages["target"]["points"]:
+        assert point["forward ms"] > 0 and point["exposed ms"] is not None

@@ -11,24 +11,35 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import measurements
+from specactor_ray.bench.gpu_check import drafting, measurements, target
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
-from specactor_ray.core.errors import EXIT_FAILED, InputError
+from specactor_ray.core.errors import EXIT_FAILED, ConfigError, InputError, clipped
 from specactor_ray.core.files import make_folder, write_json
+
+N = TypeVar("N", int, float)
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {
     "hardware": measurements.measure_hardware,
     "triton": measurements.measure_triton,
     "attention": measurements.measure_attention,
-    "drafting": measurements.measure_drafting,
+    "target": target.measure_target,
+    "drafting": drafting.measure_drafting,
 }
+
+
+_DEFAULTS = Settings()
+_MOST_ROWS, _MOST_DRAFTS = 1024, 32
+
+
+def _joined(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
 
 
 def gpu_check(
@@ -36,7 +47,10 @@ def gpu_check(
         Path | None, typer.Option(help="JSON file, never overwritten. Default: gpu_check_DEVICE.json.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="No measurement begins after this time.")] = 8.5,
-    stages: Annotated[str, typer.Option(help="Some of the stages.")] = ",".join(STAGES),
+    stages: Annotated[str, typer.Option(help=f"Some of {', '.join(STAGES)}.")] = ",".join(STAGES),
+    rows: Annotated[str, typer.Option(help="Numbers of requests that decode at once.")] = _joined(_DEFAULTS.rows),
+    drafts: Annotated[str, typer.Option(help="Draft tokens of each request in a step.")] = _joined(_DEFAULTS.drafts),
+    accept: Annotated[str, typer.Option(help="Shares of draft tokens that are right.")] = _joined(_DEFAULTS.accept),
 ) -> None:
     """Measure what one GPU does with this project's work; docs/benchmarks.md describes stages and figures.
 
@@ -44,18 +58,35 @@ def gpu_check(
     """
     deadline, chosen = time.perf_counter() + 60.0 * minutes, stages.split(",")
     if unknown := [name for name in chosen if name not in STAGES]:
-        raise InputError(f"--stages: there is no stage {unknown[0]!r}. Fix: choose from {', '.join(STAGES)}.")
+        raise ConfigError("--stages", f"there is no stage {clipped(unknown[0])}.", f"choose from {', '.join(STAGES)}.")
+    settings = Settings(
+        rows=_numbers("--rows", rows, int, 1, _MOST_ROWS),
+        drafts=_numbers("--drafts", drafts, int, 0, _MOST_DRAFTS),
+        accept=_numbers("--accept", accept, float, 0, 1),
+    )
     if output is not None and output.suffix != ".json":
-        raise InputError(f"--output is {output}. Fix: name a file that ends in .json.")
+        raise ConfigError("--output", f"{output} is no JSON file.", "name a file that ends in .json.")
     if not torch.cuda.is_available():
         fix = "Fix: use a machine with a GPU and a CUDA build of torch."
         raise InputError(f"torch {torch.__version__} finds no CUDA device here. {fix}")
     path = output or Path(f"gpu_check_{slug(torch.cuda.get_device_name()).replace('-', '_')}.json")
-    report = run_check(Settings(), chosen, path, deadline)
+    report = run_check(settings, chosen, path, deadline)
     _show(report)
     say(make_console(), f"written: {path}")
     if report["status"] == "failed":
         raise typer.Exit(EXIT_FAILED)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], N], least: int, most: int) -> tuple[N, ...]:
+    """The different numbers of a comma-separated list. ConfigError: it has another form, or one is out of range."""
+    try:
+        found = tuple(dict.fromkeys(map(kind, text.split(","))))
+    except ValueError:
+        found = ()
+    if not found or not all(least <= value <= most for value in found):
+        word = f"{'whole ' * (kind is int)}numbers from {least} to {most}"
+        raise ConfigError(option, f"{clipped(text)} is no list of {word}.", "separate them by commas, such as 0,1.")
+    return found
 
 
 def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: float) -> dict[str, Any]:

@@ -1,37 +1,26 @@
-"""Stages of the check: single kernels (`hardware`, `triton`, `attention`), and a drafter with random weights
-(`drafting`)."""
+"""Stages of the check that measure single kernels: `hardware`, `triton`, `attention`."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import profile
 
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
-from specactor_ray.core.environment import fallbacks, hardware, versions
+from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.burst import LONGEST
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.models.cache_size import token_bytes
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
-from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
 
-_WINDOW = 200
-"""Draft tokens of a window: more than the timed calls draft."""
-_PROFILED = 10
-"""Number of calls under the profiler."""
 _ATTENTION_KERNELS = ("attend", "merge")
 """Names of the attention kernels on GPUs."""
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}
@@ -114,7 +103,7 @@ def measure_attention(stage: Stage) -> None:
         copy_s[:] = copy_s or [stage.median_s(lambda: target.copy_(source))]
         attend = functools.partial(layer.attend, layer.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(attend)
-        kernels_s = kernel_seconds(attend) if settings.device == "cuda" else {}
+        kernels_s = stage.kernels(attend).seconds
         kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _ATTENTION_KERNELS)
         rate = 1e-9 * rows * keys * layer.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
@@ -170,63 +159,3 @@ class AttentionLayer:
             alone.append(self.attend(self.batch(1, keys + begin, count), count, begin)[0].clone())
             begin += count
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
-
-
-def kernel_seconds(call: Callable[[], object]) -> dict[str, float]:
-    """GPU kernel → seconds of a call in it."""
-    with profile() as seen:
-        for _ in range(_PROFILED):
-            call()
-        torch.cuda.synchronize()
-    times = {event.key[:60]: 1e-6 * event.self_device_time_total / _PROFILED for event in seen.key_averages()}
-    return {name: seconds for name, seconds in times.items() if seconds}
-
-
-# ---- a drafter ----
-
-
-def random_model(shape: Mapping[str, int], dtype: str, device: str, tokens: int) -> RaggedModel:
-    """A Qwen2 decoder with transformers' initial weights, as drafters run it, with a cache of `tokens` tokens."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    config = Qwen2Config(**shape, rope_parameters=rope, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return RaggedModel(model.eval().requires_grad_(False), tokens * token_bytes(config, model.dtype.itemsize))
-
-
-def measure_drafting(stage: Stage) -> None:
-    """Fill a point per number of rows: ms of a token of all rows, one in an `extend` and `LONGEST`, eager and (on a
-    GPU) as a captured step. `fallbacks`: why there is no graph, as in the log."""
-    settings = stage.settings
-    tokens = max(settings.drafting_rows) * (settings.drafting_prompt + 2 * _WINDOW + 512)
-    model = random_model(settings.drafter, settings.dtype, settings.device, tokens)
-    ways = ("eager", "graph") if settings.device == "cuda" else ("eager",)
-
-    def measure(rows: int, way: str) -> str:
-        drafter = DraftModelProposer(model, max_batch=rows)
-        if way == "eager":
-            drafter._bursts = None
-        columns = {f"{way} x{most} ms": _token_ms(stage, drafter, rows, most) for most in (1, LONGEST)}
-        for slot in range(rows):
-            drafter.close(slot, False)
-        stage.point({"rows": rows}, **columns)
-        stage.entry["figures"]["fallbacks"] = fallbacks()
-        return ", ".join(f"{name} {value:.3g}" for name, value in columns.items())
-
-    stage.each(itertools.product(settings.drafting_rows, ways), measure)
-
-
-def _token_ms(stage: Stage, drafter: DraftModelProposer, rows: int, most: int) -> float:
-    """Median ms of a token of every row, after random prompts."""
-    rng, prompt, vocab_size = random.Random(7), stage.settings.drafting_prompt, stage.settings.drafter["vocab_size"]
-    for slot in range(rows):
-        ids = [rng.randrange(vocab_size) for _ in range(prompt)]
-        drafter.open(slot, f"r{slot}", ids, (), SamplingParams(1.0, max_tokens=4 * _WINDOW, seed=slot), _WINDOW)
-    drafter.burst = 1
-    while (drafter.mirrors.ends[:rows] == prompt).any():  # compiles, and captures graphs
-        drafter.extend()
-    drafter.burst = most
-    return 1e3 * stage.median_s(drafter.extend) / most

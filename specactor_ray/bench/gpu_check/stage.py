@@ -12,9 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from specactor_ray.core.child import Report, run_in_child
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
 """Bounds of the timed calls of a figure, and seconds that they may take: as many calls as fit."""
+_PROFILED = 10
+"""Number of calls under the profiler."""
 
 
 DRAFTER = {
@@ -26,11 +32,26 @@ DRAFTER = {
     "vocab_size": 151_936,
 }
 """Shape of Qwen2.5-0.5B, with the names of transformers."""
+TARGET = {
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18_944,
+    "vocab_size": 152_064,
+}
+"""Shape of Qwen2.5-7B."""
 
 
 class Settings(NamedTuple):
     """Shapes and grids of a check; the defaults take minutes on a GPU."""
 
+    rows: tuple[int, ...] = (1, 16, 64, 128)
+    """Numbers of requests that decode at once, in the stages with engines and drafters."""
+    drafts: tuple[int, ...] = (0, 3)
+    """Draft tokens of each request in a step."""
+    accept: tuple[float, ...] = (0.7,)
+    """Shares of draft tokens that are right, where all before them are."""
     device: str = "cuda"
     dtype: str = "bfloat16"
     copy_bytes: int = 4 << 30
@@ -49,13 +70,55 @@ class Settings(NamedTuple):
         (1, 1, 8192),
     )
     """Rows, new tokens of each row, and tokens before them."""
+    target: Mapping[str, int] = TARGET
+    target_prompt: int = 512
+    target_tokens: int = 128
+    """Decode rates are those of the second half of outputs twice as long, so that prefill does not count."""
     drafter: Mapping[str, int] = DRAFTER
-    drafting_rows: tuple[int, ...] = (1, 8, 64, 256)
     drafting_prompt: int = 128
+
+    @property
+    def window(self) -> int:
+        """Most draft tokens of a request, at least 1."""
+        return max(1, *self.drafts)
+
+
+class Kernels:
+    """Record what a GPU runs from now until `end`, by torch's profiler; on a CPU nothing."""
+
+    def __init__(self, device: str) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CUDA]) if device == "cuda" else None
+        self.seconds: dict[str, float] = {}
+        """Kernel → seconds in it."""
+        self.busy_s: float | None = None
+        """Seconds in which the GPU ran a kernel or a copy; None on a CPU."""
+        if self._profile is not None:
+            torch.cuda.synchronize()
+            self._profile.start()
+
+    def end(self, calls: int = 1) -> Kernels:
+        """Fill the figures, of one of so many calls."""
+        if self._profile is None:
+            return self
+        torch.cuda.synchronize()
+        self._profile.stop()
+        seen = [event for event in self._profile.events() or () if event.device_type == DeviceType.CUDA]
+        spans = [(event.time_range.start, event.time_range.end, event.name[:60]) for event in seen]
+        busy, last = 0.0, -math.inf
+        for begin, end, name in sorted(spans):
+            self.seconds[name] = self.seconds.get(name, 0.0) + 1e-6 * (end - begin) / calls
+            busy += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        self.busy_s = 1e-6 * busy / calls
+        return self
 
 
 class OutOfTime(Exception):
     """The time of the check is up."""
+
+
+def _silent(line: str) -> None:
+    del line
 
 
 @dataclass
@@ -66,7 +129,7 @@ class Stage:
     settings: Settings
     deadline: float = math.inf
     """End of the check, on the clock of `now`."""
-    changed: Callable[[str], None] = lambda line: None
+    changed: Callable[[str], None] = _silent
     """Called with a line of progress when `entry` has changed."""
     now: Callable[[], float] = time.perf_counter
     entry: dict[str, Any] = field(
@@ -92,12 +155,30 @@ class Stage:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def point(self, key: Mapping[str, Any], **columns: Any) -> None:
-        """Add columns to the table's line with this key."""
-        points = self.entry["points"]
+    def point(self, key: Mapping[str, Any], **columns: Any) -> dict[str, Any]:
+        """Add columns to the table's line with this key. Returns the line."""
+        points: list[dict[str, Any]] = self.entry["points"]
         if not any(point.items() >= key.items() for point in points):
             points.append(dict(key))
-        next(point for point in points if point.items() >= key.items()).update(columns)
+        found = next(point for point in points if point.items() >= key.items())
+        found.update(columns)
+        return found
+
+    def apart(self, measure: Callable[..., None], *args: Any) -> None:
+        """Call `measure(stage, *args)` in a process of its own, whose memory is free afterwards.
+
+        Raises SpecActorError if it fails, OutOfTime if the time was up.
+        """
+
+        def show(report: tuple[str, dict[str, Any]]) -> None:
+            line, entry = report
+            self.entry.update(entry)
+            self.changed(line)
+
+        copy = Stage(self.name, self.settings, self.deadline)
+        copy.entry = self.entry
+        if not run_in_child(_measure, (copy, measure, args), f"gpu-check {self.name}", show):
+            raise OutOfTime
 
     def each(self, points: Iterable[tuple[Any, ...]], measure: Callable[..., str]) -> None:
         """Call `measure` with every point; it returns a line of progress. Missing memory and time are recorded."""
@@ -127,3 +208,21 @@ class Stage:
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
         return statistics.median(times)
+
+    def kernels(self, call: Callable[[], object]) -> Kernels:
+        """What the GPU runs in a call."""
+        seen = Kernels(self.settings.device)
+        for _ in range(_PROFILED if self.settings.device == "cuda" else 0):
+            self.seconds(call)
+        return seen.end(_PROFILED)
+
+
+def _measure(work: tuple[Stage, Callable[..., None], tuple[Any, ...]], report: Report) -> bool:
+    """Whether there was time to measure in this process."""
+    stage, measure, args = work
+    stage.changed = lambda line: report((line, stage.entry))
+    try:
+        measure(stage, *args)
+    except OutOfTime:
+        return False
+    return True

@@ -6,16 +6,17 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import measurements, stage
+from specactor_ray.bench.gpu_check import command, measurements, stage
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.measurements import measure_attention
-from specactor_ray.bench.gpu_check.stage import Stage
-from specactor_ray.core.errors import InputError
+from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
+from specactor_ray.core.errors import InputError, UserError
 from tests.fakes.clocks import HandClock
 from tests.fakes.tiny_check import TINY_CHECK
 
@@ -38,7 +39,12 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     assert report["stages"].keys() == {*names} and all(map(math.isfinite, numbers(report["stages"])))
     points = {name: stage["points"] for name, stage in report["stages"].items()}
     assert [(p["row alone"], p["one by one"], p["kernel"]) for p in points["attention"]] == [(0.0, 0.0, "own")] * 4
-    assert [point["eager x1 ms"] > 0 for point in points["drafting"]] == [True, True]
+    names = ("x1", "x8", *(f"{rows} accepted" for rows in ("no row", "one row", "all rows")))
+    columns = [f"eager{',' * ('row' in name)} {name} ms" for name in names]
+    assert [(*point,) for point in points["drafting"]] == [("rows", *columns)] * 2
+    assert [(p["rows"], p["drafts"]) for p in points["target"]] == [(1, 0), (1, 2), (4, 0), (4, 2)]
+    for point in points["target"]:
+        assert point["x forward"] == point["step ms"] / point["forward ms"] and point["exposed ms"] is None
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
 
 
@@ -49,11 +55,39 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
         run_check(TINY_CHECK, ["hardware"], path, late)
 
 
-@pytest.mark.parametrize(("file", "problem"), [("x.txt", "ends in .json"), ("x.json", "finds no CUDA device")])
-def test_mistakes(file: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"output": Path("x.txt")}, "--output: .*ends in .json"),
+        ({}, "finds no CUDA device"),
+        ({"stages": "hardware,"}, "--stages: there is no stage ''. Fix: choose from hardware, "),
+        ({"rows": "1,x"}, "--rows: '1,x' is no list of whole numbers from 1 to 1024"),
+        ({"rows": ""}, "--rows: "),
+        ({"rows": "0"}, "--rows: "),
+        ({"rows": "2.5"}, "--rows: "),
+        ({"drafts": "-1"}, "--drafts: .* from 0 to 32"),
+        ({"drafts": "33"}, "--drafts: "),
+        ({"accept": "0.7,70"}, "--accept: .* numbers from 0 to 1"),
+        ({"accept": "nan"}, "--accept: "),
+    ],
+)
+def test_mistakes_end_before_a_file_is_written(
+    options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=problem):
-        gpu_check(Path(file), 1.0, "hardware")
+    with pytest.raises(UserError, match=problem):
+        gpu_check(**{"output": None, "minutes": 1.0, "stages": "hardware", **options})
+
+
+def test_options_set_the_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = list[Settings]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        command, "run_check", lambda settings, *_: seen.append(settings) or {"stages": {}, "status": ""}
+    )
+    gpu_check(tmp_path / "x.json", 1.0, "target", "4,1,4", "0,8", "0.5,1")
+    gpu_check(tmp_path / "x.json", 1.0, "target")
+    assert [(one.rows, one.drafts, one.accept) for one in seen] == [((4, 1), (0, 8), (0.5, 1.0)), Settings()[:3]]
 
 
 def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured() -> None:
@@ -100,3 +134,26 @@ def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyP
     found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
     assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
     assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
+
+
+def test_a_gpu_is_busy_where_kernels_overlap_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [("attend", 10, 30), ("copy", 20, 25), ("attend", 50, 60), ("copy", 55, 75)]
+
+    class Profile:
+        start = stop = lambda self: None
+
+        def __init__(self, activities: Any) -> None:
+            del activities
+
+        def events(self) -> list[Any]:
+            gpu = [(stage.DeviceType.CUDA, *span) for span in spans]
+            return [
+                SimpleNamespace(device_type=kind, name=name, time_range=SimpleNamespace(start=start, end=end))
+                for kind, name, start, end in [(stage.DeviceType.CPU, "launch", 0, 90), *reversed(gpu)]
+            ]
+
+    monkeypatch.setattr(stage, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = Kernels("cuda").end(calls=5)
+    assert seen.busy_s == pytest.approx(9e-6) and seen.seconds == pytest.approx({"attend": 6e-6, "copy": 5e-6})
+    assert Kernels("cpu").end().busy_s is None

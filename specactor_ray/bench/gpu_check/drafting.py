@@ -1,0 +1,111 @@
+"""Stage `drafting`: a draft token of the product's drafter with random weights, with and without what a commit adds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from specactor_ray.bench.gpu_check.stage import Settings, Stage
+from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft.burst import LONGEST
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import packed
+from specactor_ray.models.cache_size import token_bytes
+from specactor_ray.models.ragged_model import RaggedModel
+
+_OUTPUT = 800
+"""Most tokens of a request: more than the timed calls draft and commit."""
+_ACCEPTED = ("no row", "one row", "all rows")
+"""Rows whose whole tail a commit accepts."""
+
+
+def random_model(shape: Mapping[str, int], dtype: str, device: str, tokens: int) -> RaggedModel:
+    """A Qwen2 decoder with transformers' initial weights, as engines run it, with a cache of `tokens` tokens."""
+    from transformers import AutoModelForCausalLM
+
+    config = random_config(shape)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return RaggedModel(model.eval().requires_grad_(False), tokens * token_bytes(config, model.dtype.itemsize))
+
+
+def random_config(shape: Mapping[str, int]) -> Any:
+    """The configuration of a Qwen2 decoder of this shape."""
+    from transformers import Qwen2Config
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen2Config(**shape, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def measure_drafting(stage: Stage) -> None:
+    """Fill a point per number of rows: ms of a draft token of all rows, eager and (on a GPU) as a captured step: in an
+    `extend` of one token and of `LONGEST`; and in turns of a commit and the window after it, in which the target has
+    accepted the whole tail of no row, one, or all. `fallbacks`: why there is no graph, as in the log."""
+    settings = stage.settings
+    tokens = max(settings.rows) * (settings.drafting_prompt + _OUTPUT + 256)
+    model = random_model(settings.drafter, settings.dtype, settings.device, tokens)
+    ways = ("eager", "graph") if settings.device == "cuda" else ("eager",)
+
+    def measure(rows: int, way: str, work: int | str) -> str:
+        drafter = DraftModelProposer(model, max_batch=rows)
+        if way == "eager":
+            drafter._bursts = None
+        if isinstance(work, int):
+            name, ms = f"{way} x{work} ms", _token_ms(stage, drafter, rows, work)
+        else:
+            name, ms = f"{way}, {work} accepted ms", _turn_ms(stage, drafter, rows, work)
+        for slot in range(rows):
+            drafter.close(slot, False)
+        stage.point({"rows": rows}, **{name: ms})
+        stage.entry["figures"]["fallbacks"] = fallbacks()
+        return f"{name} {ms:.3g}"
+
+    stage.each(itertools.product(settings.rows, ways, (1, LONGEST, *_ACCEPTED)), measure)
+
+
+def _token_ms(stage: Stage, drafter: DraftModelProposer, rows: int, most: int) -> float:
+    """Median ms of a token of every row, after random prompts."""
+    _open(stage.settings, drafter, rows, _OUTPUT)
+    drafter.burst = 1
+    while (drafter.mirrors.ends[:rows] == stage.settings.drafting_prompt).any():  # compiles, and captures graphs
+        drafter.extend()
+    drafter.burst = most
+    return 1e3 * stage.median_s(drafter.extend) / most
+
+
+def _turn_ms(stage: Stage, drafter: DraftModelProposer, rows: int, accepted: str) -> float:
+    """Median ms of a token in turns of a commit and a window."""
+    settings = stage.settings
+    window, slots = settings.window, np.arange(rows, dtype=np.int32)
+    _open(settings, drafter, rows, window)
+    drafter.budget, drafter.burst = rows, window
+    turns = itertools.count()
+
+    def fill() -> None:
+        while len(drafter.extend()):
+            pass
+
+    def turn() -> None:
+        turn, commits = next(turns), list[tuple[int, int, list[int]]]()
+        for row, (base, tail) in enumerate(drafter.tails(slots).rows()):
+            whole = accepted == "all rows" or (accepted == "one row" and row == turn % rows)
+            commits.append((row, base, [*tail, 0] if whole else [(tail[0] + 1) % settings.drafter["vocab_size"]]))
+        drafter.commit(*packed(commits))
+        fill()
+
+    fill()
+    return 1e3 * stage.median_s(turn) / window
+
+
+def _open(settings: Settings, drafter: DraftModelProposer, rows: int, window: int) -> None:
+    """Open a request with a random prompt in each of the first `rows` slots."""
+    shape = rows, settings.drafting_prompt
+    for slot, prompt in enumerate(np.random.default_rng(7).integers(0, settings.drafter["vocab_size"], shape)):
+        sampling = SamplingParams(1.0, max_tokens=_OUTPUT, seed=slot)
+        drafter.open(slot, f"r{slot}", tuple(prompt.tolist()), (), sampling, window)

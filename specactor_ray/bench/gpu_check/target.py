@@ -1,0 +1,91 @@
+"""Stage `target`: decode steps of the `hf` engine with random weights, beside the forwards that they contain."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from specactor_ray.bench.gpu_check.drafting import random_model
+from specactor_ray.bench.gpu_check.stage import Settings, Stage
+from specactor_ray.bench.micro import cell
+from specactor_ray.core.ragged import places
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft.burst import CudaCapturer
+from specactor_ray.models.ragged_attention import RaggedBatch
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetEngine, TargetRequest
+from specactor_ray.target.hf import HfEngine
+
+_OUTPUT = 256
+"""Most tokens of a request: more than the timed steps commit."""
+_STEP_TOKENS = 8192
+
+
+def measure_target(stage: Stage) -> None:
+    """Fill a point per number of rows and of random draft tokens: ms of a forward alone (on a GPU as a CUDA graph); of
+    a step of the engine, how many times as long it is, and its time in which the GPU is idle."""
+    settings = stage.settings
+    tokens = max(settings.rows) * (settings.target_prompt + _OUTPUT + 512)
+    model = random_model(settings.target, settings.dtype, settings.device, tokens)
+    engine = HfEngine(model, (), settings.target_prompt + _OUTPUT, max(settings.rows), _STEP_TOKENS)
+
+    def measure(rows: int, drafts: int, what: str) -> str:
+        figures: dict[str, float | None] = {}
+        if what == "forward":
+            figures["forward ms"] = 1e3 * forward_s(stage, model, rows, 1 + drafts)
+        else:
+            figures |= step_figures(stage, engine, rows, drafts)
+        point = stage.point({"rows": rows, "drafts": drafts}, **figures)
+        if "forward ms" in point and "step ms" in point:
+            point["x forward"] = point["step ms"] / point["forward ms"]
+        return ", ".join(f"{name} {cell(value)}" for name, value in figures.items())
+
+    stage.each(itertools.product(settings.rows, settings.drafts, ("forward", "step")), measure)
+
+
+def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int) -> dict[str, float | None]:
+    """Milliseconds of a step in which `rows` requests decode, and of these exposed ones: the GPU is idle."""
+    step = functools.partial(step_at_random, engine, drafts, np.random.default_rng(rows))
+    begin_decoding(engine, stage.settings, rows)
+    ms, busy_s = 1e3 * stage.median_s(step), stage.kernels(step).busy_s
+    for row in range(rows):
+        engine.remove(row)
+    engine.reset_prefix_cache()
+    return {"step ms": ms, "exposed ms": None if busy_s is None else ms - 1e3 * busy_s}
+
+
+def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:
+    """Add a request with a random prompt in each of the first `rows` rows, and run them until all of them decode."""
+    shape = rows, settings.target_prompt
+    for row, prompt in enumerate(np.random.default_rng(7).integers(0, engine.vocab_size, shape)):
+        sampling = SamplingParams(seed=row, max_tokens=_OUTPUT, ignore_eos=True)
+        engine.add(row, TargetRequest(f"r{row}", tuple(prompt.tolist()), sampling))
+    while len(engine.decoding()) < rows:
+        engine.step()
+
+
+def step_at_random(engine: TargetEngine, drafts: int, rng: np.random.Generator) -> None:
+    """Run a step with so many random draft tokens of each row."""
+    rows = engine.decoding()
+    tokens = rng.integers(0, engine.vocab_size, len(rows) * drafts).astype(np.int32)
+    engine.step(Drafts(rows, np.full(len(rows), drafts, np.int32), tokens) if drafts else NO_DRAFTS)
+
+
+def forward_s(stage: Stage, model: RaggedModel, rows: int, queries: int) -> float:
+    """Median seconds of a forward of `queries` tokens of each row, after as many tokens as a prompt has."""
+    cache, keys, n = model.cache, stage.settings.target_prompt, rows * queries
+    at = np.array([cache.open(keys + queries) for _ in range(rows)])
+    cache.lengths[at] = keys
+    counts = np.full(rows, queries, np.int64)
+    arrays = np.zeros(n, np.int64), places(cache.lengths[at], counts), np.arange(n)
+    batch = RaggedBatch(cache, at, counts, arrays)
+    with torch.inference_mode():
+        call: Callable[[], object] = functools.partial(model._run, batch, *batch.arrays)
+        replay = CudaCapturer().capture(call) if stage.settings.device == "cuda" else call
+        seconds = stage.median_s(replay)
+    cache.free_rows(at)
+    return seconds
