@@ -216,7 +216,7 @@ class InstantModel:
     def forward(self, rows: np.ndarray, counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
         begin = time.thread_time()
         self.cache.lengths[rows] += counts
-        output = RaggedOutput(self._logits[: arrays[-1].sum()], None)
+        output = RaggedOutput(self._logits[: arrays[-1].sum()])
         self.spent_s += time.thread_time() - begin
         return output
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States
 
 
 def opening(
@@ -23,7 +23,7 @@ def news(
     commits: Iterable[tuple[int, int, Sequence[int]]] = (),
     closed: Iterable[tuple[int, bool]] = (),
     verifier_id: str = "v0",
-    features: Iterable[tuple[int, tuple[Features, ...]]] = (),
+    states: States | None = None,
     session: int = 1,
 ) -> CommitBatch:
     """What a verifier says of rows in their first generation: `commits` are (row, start, tokens), `closed` are (row,
@@ -42,6 +42,6 @@ def news(
         column(token for _, _, tokens in said for token in tokens),
         tuple(opened),
         tuple((row, 1, finished) for row, finished in closed),
-        tuple(features),
+        states,
         session,
     )

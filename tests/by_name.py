@@ -43,11 +43,20 @@ class ByName:
         base, tokens = next(self.proposer.tails(np.array([self.slots[name]], np.int32)).rows())
         return base, tuple(tokens)
 
-    def add_features(self, name: str, features: Sequence[Any]) -> None:
-        self.proposer.add_features(self.slots[name], features)
+    def add_features(self, name: str, begin: int, states: np.ndarray) -> None:
+        feed(self.proposer, self.slots[name], begin, states)
 
     def close(self, name: str, finished: bool = True) -> None:
         self.proposer.close(self.slots.pop(name, _NEVER_OPEN), finished)
+
+
+def feed(proposer: Proposer, slot: int, begin: int, states: np.ndarray) -> None:
+    """Give a request the states of its positions from `begin` on."""
+    import torch
+
+    if len(states):
+        slots, starts, lengths = np.array([[slot], [begin], [len(states)]], np.int32)
+        proposer.add_features(slots, starts, lengths, torch.from_numpy(states))
 
 
 def extend_fully(drafter: Any) -> None:

@@ -94,6 +94,7 @@ class ActorHost:
             spec.config.target.max_batch,
             spec.window,
             spec.branches,
+            engine.states,
         )
 
     @collected_once()

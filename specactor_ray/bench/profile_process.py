@@ -25,7 +25,7 @@ from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.core.child import Report
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
-from specactor_ray.core.ragged import common_prefix
+from specactor_ray.core.ragged import common_prefix, places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
@@ -33,7 +33,6 @@ from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
 from specactor_ray.target.rows import refuse_impossible
-from specactor_ray.transport.messages import Features
 
 MAX_RECORDED_TOKENS = 128
 """Tokens of the longest output recorded for measuring acceptance."""
@@ -171,12 +170,16 @@ class TextStream:
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         return tuple(self._tokens[position % len(self._tokens)] for position in range(start, end))
 
-    def features(self, begin: int, end: int) -> tuple[Features, ...]:
-        """States for the positions `[begin, end)`, or nothing. They are real states, but of other tokens: only their
-        shape matters here."""
-        if self._states is None or end <= begin:
-            return ()
-        return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)
+    def feed(self, proposer: Proposer, begins: Sequence[int], counts: Sequence[int]) -> None:
+        """Give each slot states for `counts` positions from `begins` on, if there are any. They are real states, but of
+        other tokens: only their shape matters here."""
+        if self._states is not None:
+            from specactor_ray.models.weight_buckets import from_wire
+
+            starts, lengths = np.array([begins, counts], np.int32)
+            states = self._states[places(starts, lengths) % len(self._states)]
+            slots = np.arange(len(starts), dtype=np.int32)
+            proposer.add_features(slots, starts, lengths, from_wire(states))
 
 
 def measure_verify(
@@ -274,17 +277,15 @@ def seconds_per_token(
         begin = at[slot]
         at[slot] = begin + context
         proposer.open(slot, f"profile-{slot}", text.tokens(begin, begin + context), (), sampling, window)
-        proposer.add_features(slot, text.features(0, context - 1))
+    text.feed(proposer, [0] * batch, [context - 1] * batch)
     draft_all(proposer, slots, window)
     _reject_silent(proposer, slots, context)
     seconds = []
     for _ in range(repeats):
-        commits, features = [], []
+        commits = list[tuple[int, int, Sequence[int]]]()
         for slot, (_, tail) in enumerate(proposer.tails(slots).rows()):
             truth = text.tokens(at[slot], at[slot] + len(tail) + 1)
             count = common_prefix(tail, truth) + 1
-            known = context + committed[slot] - 1  # the newest token's state comes with the next commit
-            features.append(text.features(known, known + count))
             commits.append((slot, committed[slot], truth[:count]))
             at[slot] += count
             committed[slot] += count
@@ -292,8 +293,9 @@ def seconds_per_token(
         begin_s = time.perf_counter()
         if not proposer.commit(*arrays).all():
             raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
-        for slot, states in enumerate(features):
-            proposer.add_features(slot, states)
+        counts = [len(tokens) for _, _, tokens in commits]
+        # The newest token's state comes with the next commit.
+        text.feed(proposer, [context + start - 1 for _, start, _ in commits], counts)
         draft_all(proposer, slots, window)
         seconds.append((time.perf_counter() - begin_s) / window)
     for slot in range(batch):

@@ -23,7 +23,7 @@ from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.models.identity import model_identity
-from specactor_ray.models.weight_buckets import from_wire
+from specactor_ray.models.weight_buckets import from_wire, to_wire
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 
@@ -162,7 +162,7 @@ def collect(
 def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
     """Record the requests that have ended; returns the number of their output tokens."""
     for row, _, states in result.states.split() if result.states is not None else ():
-        running[row].states.append(states)
+        running[row].states.append(to_wire(states))
     ended = 0
     for row, tokens, finish in result.outputs():
         entry = running[row]

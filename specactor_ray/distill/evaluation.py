@@ -28,7 +28,6 @@ from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
 from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.models.checkpoint_files import describes_head
 from specactor_ray.models.loading import load_model_config
-from specactor_ray.transport.messages import Features
 
 if TYPE_CHECKING:
     from specactor_ray.draft.eagle.head import EagleHeadConfig
@@ -129,10 +128,13 @@ class _Replay:
 
     def add_features(self, proposer: Proposer) -> None:
         """Add features of the positions up to the one that predicted the newest token, as a verifier streams them."""
-        if self._states is None:
+        begin, end = self._handed_out, len(self.record.prompt_token_ids) + self.committed - 1
+        if self._states is None or end == begin:
             return
-        end = len(self.record.prompt_token_ids) + self.committed - 1
-        proposer.add_features(self.slot, [Features(self._handed_out, self._states[self._handed_out : end])])
+        from specactor_ray.models.weight_buckets import from_wire
+
+        slot, start, length = np.array([[self.slot], [begin], [end - begin]], np.int32)
+        proposer.add_features(slot, start, length, from_wire(self._states[begin:end]))
         self._handed_out = end
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.transport.messages import Features, FinishedOutput
+from specactor_ray.transport.messages import FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
@@ -91,6 +91,8 @@ class Proposer(abc.ABC):
     """Set by `extend`: tokens that it drafted for each chain; `rows_drafted`, mean rows of its forwards, 0 if a row
     read more than a token, or a forward changed no tail."""
     rows_drafted: int = 0
+    unread: int = 0
+    """Hidden states that it has received and not read: a verifier that hosts it keeps further ones back."""
     judged: np.ndarray
     """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
@@ -140,9 +142,12 @@ class Proposer(abc.ABC):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Replace the weights (name → tensor). Default: nothing."""
 
-    def add_features(self, slot: int, features: Sequence[Features]) -> None:  # noqa: B027
-        """Take hidden states of consecutive sequence positions, after an `open` or `commit`. They may overlap or leave
-        gaps; a slot that is not open is ignored. Called with the trait `reads_features`."""
+    def add_features(  # noqa: B027
+        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any
+    ) -> None:
+        """Take hidden states of consecutive sequence positions, after an `open` or `commit`: int32 `(n,)` each, and a
+        tensor `(sum(lengths), layers * hidden)`, row by row, of a hosted proposer on the target's device. They may
+        overlap or leave gaps; slots are open. Called with the trait `reads_features`."""
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:  # noqa: B027
         """Take outputs that other verifiers finished. Default: nothing."""

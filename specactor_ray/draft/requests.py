@@ -12,7 +12,7 @@ import numpy as np
 from specactor_ray.core.ragged import grow
 from specactor_ray.draft.proposer import Failures, Proposer
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 
 _NONE = -1
 
@@ -75,6 +75,8 @@ class DraftRequests:
                 self._close(slot, is_finished)
         for opened in message.opened:
             self._attempt(opened.request_id, self._start, verifier, opened)
+        if message.states is not None:
+            self._add_states(verifier, message, message.states)
 
     def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Slots of handles, int32; `_NONE` where nothing is open."""
@@ -97,8 +99,6 @@ class DraftRequests:
         self._proposer.open(
             slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
-        if opened.features:
-            self._proposer.add_features(slot, opened.features)
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -118,11 +118,34 @@ class DraftRequests:
             )
         for index in np.flatnonzero(~followed).tolist():
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
-        if message.features:
-            taken = dict(zip(message.rows[followed].tolist(), slots[followed].tolist(), strict=True))
-            for row, states in message.features:
-                if row in taken:
-                    self._attempt(self._name(taken[row]), self._proposer.add_features, taken[row], states)
+
+    def _add_states(self, verifier: _Verifier, message: CommitBatch, states: States) -> None:
+        """Give hidden states to the requests that the message has opened, or whose commits were taken."""
+        handles = dict(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
+        handles |= {opened.row: opened.generation for opened in message.opened}
+        generations = np.array([handles.get(row, _NONE) for row in states.rows.tolist()], np.int32)
+        slots, lengths, values = self._find(verifier, states.rows, generations), states.lengths, states.states
+        lost = [verifier.lost.get(row, _NONE) for row in states.rows.tolist()]
+        taken = (slots != _NONE) & (generations != lost)  # else it has missed a commit
+        if not taken.all():
+            values = values[np.flatnonzero(np.repeat(taken, lengths))]
+        if taken.any():
+            from specactor_ray.models.weight_buckets import from_wire
+
+            self._feed(slots[taken], states.starts[taken], lengths[taken], from_wire(values))
+
+    def _feed(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any) -> None:
+        """`Proposer.add_features`; after a failure once more for each request alone; those that fail are dropped."""
+        try:
+            self._proposer.add_features(slots, starts, lengths, states)
+        except Exception as error:  # noqa: BLE001 - it is logged
+            if len(slots) == 1:
+                self._fail(self._name(int(slots[0])), error)
+                return
+            ends = np.cumsum(lengths)
+            for i, end in enumerate(ends.tolist()):
+                one = slice(i, i + 1)
+                self._feed(slots[one], starts[one], lengths[one], states[end - lengths[i] : end])
 
     def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """`Proposer.commit`; after a failure once more for each request alone, and failing requests are dropped."""

@@ -52,16 +52,31 @@ def itemsize_of(target: TargetConfig) -> int:
 
 
 def token_bytes(text: Any, itemsize: int, ranks: int = 1, row: int = 1) -> int:
-    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: see
-    `row_bytes`. An upper bound where layers keep less."""
+    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: bytes at
+    whose multiples a head's numbers begin. An upper bound where layers keep less."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
     return 2 * int(text.num_hidden_layers) * heads * padded(int(head_dim) * itemsize, row)
 
 
-def row_bytes(target: TargetConfig) -> int:
-    """Bytes at whose multiples a head's numbers begin in the cache of a target."""
-    return ROW_BYTES if target.backend == "hf" and not target.gpus else 1
+def cached_token_bytes(target: TargetConfig, text: Any) -> int:
+    """Bytes of one token of a target in the cache of one rank, which in `hf` also keeps the exported hidden states."""
+    itemsize, keeps_states = itemsize_of(target), target.backend == "hf"
+    row = ROW_BYTES if keeps_states and not target.gpus else 1
+    keys_and_values = token_bytes(text, itemsize, target.tensor_parallel, row)
+    return keys_and_values + keeps_states * _state_bytes(target, text)
+
+
+def states_beside_the_cache(target: TargetConfig, cache: float) -> float:
+    """Bytes of the exported hidden states of all tokens in a cache, which `vllm` does not keep there."""
+    if target.backend == "hf" or not target.hidden_layers:
+        return 0.0
+    _, text = count_parameters(target.model, target.trust_remote_code)
+    return cache / cached_token_bytes(target, text) * _state_bytes(target, text)
+
+
+def _state_bytes(target: TargetConfig, text: Any) -> int:
+    return len(target.hidden_layers) * int(text.hidden_size) * itemsize_of(target)
 
 
 def cache_bytes(target: TargetConfig, room: float) -> float:
@@ -71,7 +86,7 @@ def cache_bytes(target: TargetConfig, room: float) -> float:
         return target.kv_cache_gb * GIB
     text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
     length = target.max_model_len or context_of(text) or _UNKNOWN_CONTEXT
-    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel, row_bytes(target))
+    per_token = cached_token_bytes(target, text)
     one, all_of_them = (_in_blocks(length, rows) * per_token for rows in (1, target.max_batch))
     most = room if target.gpus else max(_MOST_ON_CPU, one)
     return float(min(all_of_them, most, room))

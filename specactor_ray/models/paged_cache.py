@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specactor_ray.core.ragged import enlarged, padded
+from specactor_ray.core.ragged import enlarged, padded, places
 from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.models.cache_size import ROW_BYTES
 
@@ -45,6 +45,7 @@ class PagedCache:
         dtype: Data type of keys and values.
         device: Device of the pools.
         page_size: Tokens of a page; None takes 16 on CPUs and 256 on GPUs.
+        state_size: Numbers of each token beside its keys and values (`states`).
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         page_size: int | None = None,
+        state_size: int = 0,
     ) -> None:
-        self._shapes, self._dtype, self.device = shapes, dtype, device
+        self._shapes, self._dtype, self.device, self._state_size = shapes, dtype, device, state_size
         self.page_size = page_size or (_CPU_PAGE if device.type == "cpu" else _GPU_PAGE)
         self._row_bytes = ROW_BYTES if device.type == "cpu" else 1
         self.bytes_per_token = sum(shape.bytes(dtype, self._row_bytes) for shape in shapes)
+        self.bytes_per_token += state_size * dtype.itemsize
         self.pages = budget_bytes // (self.bytes_per_token * self.page_size)
         lengths, held, shared = np.zeros((3, _FIRST_ROWS), np.int64)
         table, holders = np.zeros((_FIRST_ROWS, _FIRST_PAGES), np.int32), np.zeros(self.pages, np.int32)
@@ -70,7 +73,8 @@ class PagedCache:
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
 
     def allocate(self) -> None:
-        """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
+        """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`; hidden
+        states: `states` `(slots, state_size)`."""
         shapes = [(s.heads, s.key_dim) for s in self._shapes] + [(s.heads, s.value_dim) for s in self._shapes]
         size = (self.pages, self.page_size)
         pools: dict[tuple[int, int], torch.Tensor] = {}
@@ -80,10 +84,13 @@ class PagedCache:
         tensors = {shape: iter(pool[..., : shape[1]]) for shape, pool in pools.items()}
         made = [next(tensors[shape]) for shape in shapes]
         self.keys, self.values, self._pools = made[: len(self._shapes)], made[len(self._shapes) :], list(pools.values())
+        states = torch.empty(1, *size, self._state_size, dtype=self._dtype, device=self.device)
+        self._pools += [states] if self._state_size else []
+        self.states = states.view(self.slots, self._state_size)
 
     def release(self) -> None:
         """Free the pools' memory; every row must be free."""
-        self.keys, self.values, self._pools = [], [], []
+        self.keys, self.values, self._pools, self.states = [], [], [], torch.empty(0)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -161,6 +168,12 @@ class PagedCache:
         """int32 `(n, most pages)`: pages of rows that have room for these lengths. Entries after a row's last page are
         arbitrary pages."""
         return np.ascontiguousarray(self._state.table[rows, : self._pages_of(int(lengths.max(initial=0)))])
+
+    def slots_of(self, pages: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """int64 `(sum(counts),)`: slots of `counts` tokens of each row from `firsts` on, by its `pages`, see
+        `page_table`."""
+        positions, size = places(firsts, counts), self.page_size
+        return pages[np.repeat(np.arange(len(pages)), counts), positions // size] * np.int64(size) + positions % size
 
     def _new_rows(self, count: int) -> np.ndarray:
         while len(self._free_rows) < count:

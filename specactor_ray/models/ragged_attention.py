@@ -20,7 +20,7 @@ from torch import nn
 
 from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.ragged import begins, places
+from specactor_ray.core.ragged import begins
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 
@@ -49,7 +49,7 @@ class RaggedBatch:
         self.cache, self.counts = cache, counts
         self.rules: AttentionRules | None = None
         """Rules of the layer whose attention ran last."""
-        cached, size = cache.lengths[rows], cache.page_size
+        cached = cache.lengths[rows]
         self.starts = begins(counts)
         """int64 `(n + 1,)`: begin of each row's queries."""
         self.lengths = cached + counts
@@ -60,12 +60,8 @@ class RaggedBatch:
         """int32 `(n, most pages)`: pages of each row."""
         self.num_tokens = int(self.starts[-1])
         self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
-        positions = places(cached, counts)
-        slots = self.pages[np.repeat(np.arange(len(rows)), counts), positions // size] * np.int64(size)
-        per_row = (self.starts, self.lengths, self.pages)
-        on_device = to_device(
-            (slots + positions % size, *arrays, *(array.astype(np.int32) for array in per_row)), cache.device
-        )
+        slots, per_row = cache.slots_of(self.pages, cached, counts), (self.starts, self.lengths, self.pages)
+        on_device = to_device((slots, *arrays, *(array.astype(np.int32) for array in per_row)), cache.device)
         self.slots, self.arrays = on_device[0], on_device[1 : 1 + len(arrays)]
         self.device_starts, self.device_lengths, self.device_pages = on_device[-3:]
 

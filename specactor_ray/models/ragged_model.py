@@ -46,13 +46,9 @@ HEAD_INPUT = -1
 
 @dataclass(frozen=True, slots=True)
 class RaggedOutput:
-    """Results of a forward: `logits` `(sum of num_logits, vocab)`, and the exported hidden states or None.
-
-    `hidden_states` `(sum of tokens, layers * hidden)`: states of every position of every row, in the order of the rows.
-    """
+    """Results of a forward: `logits` `(sum of num_logits, vocab)`."""
 
     logits: torch.Tensor
-    hidden_states: torch.Tensor | None
 
 
 class RaggedModel:
@@ -61,8 +57,8 @@ class RaggedModel:
     Args:
         model: A causal language model in evaluation mode; its attention and linears are replaced.
         cache_bytes: Memory budget of the key/value cache.
-        hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order;
-            `HEAD_INPUT` stands for the states that enter the output layer.
+        hidden_layers: Decoder layers (0-based) whose output states are kept in the cache (`PagedCache.states`),
+            concatenated in this order; `HEAD_INPUT` stands for the states that enter the output layer.
 
     Raises:
         ModelLoadError: The model does not compute here what it computes in transformers: its attention cannot be
@@ -146,18 +142,13 @@ class RaggedModel:
             self._threads.apply()
         logits = self._run(batch, *batch.arrays)
         self.cache.lengths[rows] += counts
-        return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
+        return RaggedOutput(logits[: len(wanted)])
 
     def step(
         self, batch: RaggedBatch, tokens: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `draft.burst.Runner`."""
         return self._run(batch, tokens, positions, torch.arange(len(tokens), device=self.device)), features
-
-    @property
-    def exports_states(self) -> bool:
-        """Whether forwards return hidden states."""
-        return bool(self._hidden_layers)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and
@@ -183,7 +174,7 @@ class RaggedModel:
     def _run(
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Logits `(len(keep), V)` of the positions `keep` in the pack."""
+        """Logits `(len(keep), V)` of the positions `keep` in the pack. Hidden states go to the cache."""
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -196,6 +187,8 @@ class RaggedModel:
                 f"{type(self.model).__name__} ignores logits_to_keep, so this engine cannot serve it. "
                 "Fix: use another model"
             )
+        if self._hidden_layers and isinstance(batch, RaggedBatch):
+            batch.cache.states.index_copy_(0, batch.slots, self._take_exported()[: batch.num_tokens].to(self.dtype))
         return output.logits[0]
 
     def _padding(self, count: int) -> int:
@@ -216,12 +209,11 @@ class RaggedModel:
     def _keep_output(self, index: int, module: Any, args: Any, output: Any) -> None:
         self._exported[index] = output if isinstance(output, torch.Tensor) else output[0]
 
-    def _take_exported(self, count: int) -> torch.Tensor | None:
-        if not self._hidden_layers:
-            return None
-        states = [self._exported[i].reshape(-1, self._exported[i].shape[-1])[:count] for i in self._hidden_layers]
+    def _take_exported(self) -> torch.Tensor:
+        """Hidden states of all positions of the last forward, `(N, layers * hidden)`."""
+        states = torch.cat([self._exported[index].flatten(0, -2) for index in self._hidden_layers], dim=-1)
         self._exported.clear()
-        return torch.cat(states, dim=-1)
+        return states
 
     def _make_cache(self, cache_bytes: int) -> PagedCache:
         probe = ShapeProbe()
@@ -235,7 +227,10 @@ class RaggedModel:
                 f"{type(self.model).__name__} does not run its attention through transformers' AttentionInterface "
                 "in every layer, so this engine cannot serve it"
             )
-        cache = PagedCache([probe.shapes[i] for i in layers], cache_bytes, self.dtype, self.device)
+        shapes, state_size = [probe.shapes[i] for i in layers], 0
+        if self._hidden_layers:
+            state_size = self._take_exported().shape[-1]
+        cache = PagedCache(shapes, cache_bytes, self.dtype, self.device, state_size=state_size)
         if cache.pages == 0:
             raise ModelLoadError(
                 f"a key/value cache of {cache_bytes} bytes holds no page of this model ({cache.page_size} tokens of "

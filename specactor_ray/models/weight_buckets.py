@@ -95,8 +95,10 @@ def to_wire(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def from_wire(array: np.ndarray) -> torch.Tensor:
-    """A view of an array of `to_wire`, to be read only."""
+def from_wire(array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """A view of an array of `to_wire`, to be read only; a tensor, which never was on a wire, as it is."""
+    if isinstance(array, torch.Tensor):
+        return array
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 

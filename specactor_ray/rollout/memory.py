@@ -21,6 +21,7 @@ from specactor_ray.models.cache_size import (
     itemsize_of,
     room_on_cpu,
     room_on_gpu,
+    states_beside_the_cache,
 )
 
 PROCESS_BYTES = 0.35 * 2**30
@@ -44,6 +45,7 @@ def plan_rollout_memory(config: Config) -> list[MemoryItem]:
     ranks, cache = target.tensor_parallel, cache_bytes(target, room_on_cpu(available_bytes(), target))
     processes = 1 if ranks == 1 else 1 + ranks
     verifier = size * itemsize_of(target) + ranks * cache + processes * PROCESS_BYTES
+    verifier += states_beside_the_cache(target, cache)
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
         plan += [_drafter_item(drafter, config) for drafter in drafter_specs(config).values() if drafter.replicas]

@@ -23,11 +23,9 @@ from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identit
 from specactor_ray.models.cache_size import (
     BLOCK_TOKENS,
     GIB,
+    cached_token_bytes,
     context_of,
-    itemsize_of,
     key_value_heads,
-    row_bytes,
-    token_bytes,
 )
 from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
@@ -275,7 +273,7 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
         or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     ):
         return  # other layers keep less, by an amount that only the engine has
-    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel, row_bytes(target))
+    per_token = cached_token_bytes(target, text)
     block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
     blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
     if blocks * block < length:

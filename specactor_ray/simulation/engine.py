@@ -13,6 +13,7 @@ from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.transport.messages import States
 
 
 class SimulatedEngine:
@@ -32,7 +33,7 @@ class SimulatedEngine:
         self, clock: VirtualClock, world: World, max_batch: int, max_step_tokens: int, cache_tokens: float
     ) -> None:
         self.vocab_size, self.max_model_len = world.text.vocab_size, world.max_model_len
-        self.weight_version = 0
+        self.weight_version, self.exports = 0, False
         self.closed = False
         self._clock, self._world = clock, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
@@ -136,6 +137,9 @@ class SimulatedEngine:
             self._waiting = {row: None, **self._waiting}
 
     # ---- weights and memory ----
+
+    def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+        return States(rows[:0], starts[:0], starts[:0], np.zeros((0, 0)))  # a simulated head needs none
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if self.has_work():

@@ -27,7 +27,7 @@ from specactor_ray.core.errors import (
 )
 from specactor_ray.simulation.kernel import Fiber, Kernel, Process, VirtualClock
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
@@ -272,7 +272,7 @@ class Network:
 
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
-_KINDS = (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
+_KINDS = (CommitBatch, TailBatch, DraftOpen, States, TargetRequest)
 _FIELDS = {kind: operator.attrgetter(*(field.name for field in fields(kind))) for kind in _KINDS}
 
 

@@ -24,11 +24,11 @@ _MOST_ROWS = 512
 
 
 class Admission:
-    """The queue of an engine and the cache rows of its admitted requests, at most `max_batch`. `shares`: whether they
-    use each other's prefixes."""
+    """The queue of an engine and the cache rows of its admitted requests, at most `max_batch`, which use each other's
+    prefixes."""
 
-    def __init__(self, rows: EngineRows, cache: PagedCache, max_batch: int, shares: bool) -> None:
-        self._rows, self._cache, self._max_batch, self._shares = rows, cache, max_batch, shares
+    def __init__(self, rows: EngineRows, cache: PagedCache, max_batch: int) -> None:
+        self._rows, self._cache, self._max_batch = rows, cache, max_batch
         self.context = np.zeros((0, 0), np.int32)
         """int32 `(rows, tokens)`: prompt and output tokens of each row."""
         self.prefixes = PrefixCache(cache)
@@ -64,6 +64,11 @@ class Admission:
         rows = np.fromiter(self._cached, np.int32, len(self._cached))
         return rows, self._cache.lengths[self.cache_rows(rows)]
 
+    def num_cached(self, rows: np.ndarray) -> np.ndarray:
+        """Number of tokens of each row in the cache, int64 `(n,)`; 0 where the row is not admitted."""
+        held = [self._cached.get(row, -1) for row in rows.tolist()]
+        return np.where(np.array(held) < 0, 0, self._cache.lengths[held])
+
     def cache_rows(self, rows: np.ndarray) -> np.ndarray:
         """Cache rows of admitted rows, int64 `(n,)`."""
         return np.array([self._cached[row] for row in rows.tolist()], np.int64)
@@ -73,13 +78,13 @@ class Admission:
         later, prefilling = list[int](), self._prefilling() if self._waiting else set[bytes]()
         while self._waiting and len(self._cached) < self._max_batch:
             row = self._waiting.popleft()
-            tokens, shares = self.context[row, : self._rows.length[row] - 1], self._shares and row not in alone
+            tokens, shares = self.context[row, : self._rows.length[row] - 1], row not in alone
             if (key := tokens.tobytes()) in prefilling and shares:
                 later.append(row)  # forks the prefix that another request is computing
             elif not self._open(row, tokens, shares):
                 later.append(row)
                 break
-            elif self._shares and len(tokens) - self._num_cached(row) >= _LEAST_SHARED:
+            elif len(tokens) - self._num_cached(row) >= _LEAST_SHARED:
                 prefilling.add(key)
         self._waiting.extendleft(reversed(later))
 
@@ -108,7 +113,7 @@ class Admission:
     def _prefilling(self) -> set[bytes]:
         """Contexts of admitted requests with much prefill left."""
         rows, cached = self.admitted()
-        rows = rows[self._rows.length[rows] - 1 - cached >= _LEAST_SHARED] if self._shares else rows[:0]
+        rows = rows[self._rows.length[rows] - 1 - cached >= _LEAST_SHARED]
         return {self.context[row, : self._rows.length[row] - 1].tobytes() for row in rows.tolist()}
 
     def _open(self, row: int, tokens: np.ndarray, shares: bool) -> bool:

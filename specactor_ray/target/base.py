@@ -19,6 +19,7 @@ import numpy as np
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.types import SamplingParams, TopTokens
+from specactor_ray.transport.messages import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +74,6 @@ class Finish(IntEnum):
         return self.name.lower()
 
 
-class States(NamedTuple):
-    """Hidden states of consecutive sequence positions of `n` rows, row by row."""
-
-    rows: np.ndarray
-    """int32 `(n,)`: numbers of the rows, each once; sequence position of each row's first state, 0 for the first token
-    of the prompt; states of each row, at least 1."""
-    starts: np.ndarray
-    lengths: np.ndarray
-    states: np.ndarray
-    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
-
-    def split(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Row, first position and a copy of the states, row by row."""
-        parts = np.split(self.states, np.cumsum(self.lengths)[:-1])
-        for row, start, states in zip(self.rows.tolist(), self.starts.tolist(), parts, strict=False):
-            yield row, start, states.copy()
-
-
 _no_integers = functools.partial(np.zeros, 0, np.int32)
 _no_floats = functools.partial(np.zeros, 0, np.float32)
 
@@ -121,8 +104,8 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)
     """Row that ends with an error → reason."""
     states: States | None = None
-    """If exported: the target's states of positions that became final. Every position of a request occurs once, in
-    order, up to the one that predicted its newest token; rows that were only prefilled are included."""
+    """With `TargetEngine.exports`: the target's states of positions that became final, on the engine's device. Every
+    position of a request occurs once, in order, up to the one that predicted its newest token."""
     tops: TopTokens | None = None
     """The most probable tokens at the positions of `tokens`, for requests with `SamplingParams.logprobs`."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
@@ -148,6 +131,8 @@ class TargetEngine(Protocol):
     max_model_len: int
     """Most prompt + output tokens of one request."""
     weight_version: int
+    exports: bool
+    """Whether results have `StepResult.states`. Verifiers, which call `states` where drafters need some, set False."""
 
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         """Queue a request for admission, unless its committed tokens end its output.
@@ -172,6 +157,11 @@ class TargetEngine(Protocol):
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
         """Run one forward. Drafts may have any length, including 0; drafts of rows that are not decoding are
         ignored."""
+
+    def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+        """Hidden states (`target.hidden_layers`) of requests from positions `starts` on, int32 `(n,)` each: those that
+        are final and in memory, up to the one that predicted the newest token. At most `most` in all, those of the rows
+        with the fewest first. After a preemption they are missing until they are computed again."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones. InputError: a name or

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
 from specactor_ray.sampling.probable import logprobs_of, most_probable, prompt_scores
 from specactor_ray.target.admission import Admission
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
-from specactor_ray.target.rows import EngineRows
+from specactor_ray.target.rows import EngineRows, fewest_first
+from specactor_ray.transport.messages import States
 
 _MOST_SCORED = 512
 """Most positions of a prompt per forward when its log-probabilities are computed: all their logits are in memory."""
@@ -72,11 +73,10 @@ class HfEngine:
         self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
         self.max_step_tokens = max(max_step_tokens, max_batch)
         self.record_margins = record_margins
-        self.weight_version = 0
+        self.weight_version, self.exports = 0, bool(model.cache.states.shape[1])
         self._asleep = False
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
-        # Drafters that read states get those of every position, so none may be taken from another request.
-        self._admission = Admission(self._rows, model.cache, max_batch, shares=not model.exports_states)
+        self._admission = Admission(self._rows, model.cache, max_batch)
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
         warm_up(model.device, model.dtype, 1 + record_margins)
@@ -161,6 +161,14 @@ class HfEngine:
             self._model.wake()
             self._asleep = False
 
+    def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+        cache, known = self._model.cache, np.minimum(self._admission.num_cached(rows), self._rows.length[rows] - 1)
+        chosen, lengths = fewest_first(known, starts, most)
+        rows, starts = rows[chosen], starts[chosen]
+        pages = cache.page_table(self._admission.cache_rows(rows), starts + lengths)
+        places = to_device([cache.slots_of(pages, starts, lengths)], cache.device)
+        return States(rows, starts, lengths, cache.states.index_select(0, *places))
+
     # ---- the step ----
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
@@ -186,9 +194,6 @@ class HfEngine:
         result.prompt_logprobs = scores
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
-        if output.hidden_states is not None:
-            states: Any = self._rows.export(output.hidden_states, plan.rows, plan.cached, counts)
-            result.states = states._replace(states=to_wire(states.states))
         return result
 
     def _plan(self, drafts: Drafts) -> _Plan:
@@ -249,6 +254,9 @@ class HfEngine:
         if len(rows):
             admission.fit(0, int(self._rows.length[rows].max()))
         admission.context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
+        if self.exports:
+            result.states = self.states(rows, self._rows.exported[rows], 1 << 62)
+            self._rows.exported[result.states.rows] += result.states.lengths
         running = rows[result.finish == Finish.RUNNING]
         self._model.cache.truncate(admission.cache_rows(running), self._rows.length[running] - 1)
         for row, finish in zip(rows.tolist(), result.finish.tolist(), strict=True):

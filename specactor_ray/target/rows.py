@@ -4,16 +4,18 @@ is a structure of arrays by the row of the request."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import InputError, RangeError
 from specactor_ray.core.ragged import begins, grow, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.target.base import Drafts, Finish, States, StepResult, TargetRequest
+from specactor_ray.target.base import Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.transport.messages import States
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ class EngineRows:
         self._minds_eos = np.zeros(_FIRST_ROWS, np.bool_)
         self._stops: dict[int, Sequence[int]] = {}
         """Row → its own stop ids, if it has any."""
+        self._log: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        """Row → first positions and states of its exported spans."""
         self.rules = Rules(_FIRST_ROWS, device)
         """Sampling rules by row; positions are those in the sequence."""
 
@@ -75,6 +79,7 @@ class EngineRows:
     def close(self, row: int) -> bool:
         """Free a row. Returns whether it held a request."""
         self._stops.pop(row, None)
+        self._log.pop(row, None)
         return self.requests.pop(row, None) is not None
 
     def cut(self, rows: np.ndarray, drafts: Drafts, most: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,12 +148,11 @@ class EngineRows:
             tops=None if tops is None else _first_positions(tops, counts, lengths),
         )
 
-    def export(self, states: Any, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
-        """Export the final states of a forward that were not exported before; states that are computed again after a
-        preemption are left out. Called after `commit`.
+    def export(self, states: torch.Tensor, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
+        """The final states of a forward that were not exported before, selected on their device; states that are
+        computed again after a preemption are left out. Called after `commit`.
 
-        `states`: `(sum(counts), width)`, an array or a tensor, of `counts` positions of each row from `firsts` on; from
-        a GPU only exported states are copied.
+        `states`: `(sum(counts), width)`, of `counts` positions of each row from `firsts` on.
         """
         offsets = begins(counts)[:-1] - firsts
         known, end = self.exported[rows], np.minimum(firsts + counts, self.length[rows] - 1)
@@ -156,7 +160,34 @@ class EngineRows:
         self.exported[rows] = known + lengths
         some = lengths > 0
         rows, known, lengths = rows[some], known[some], lengths[some]
-        return States(rows, known, lengths.astype(np.int32), states[places(offsets[some] + known, lengths)])
+        at = to_device([places(offsets[some] + known, lengths)], states.device)
+        exported = States(rows, known, lengths.astype(np.int32), states.index_select(0, *at))
+        for row, start, values in exported.split():
+            self._log.setdefault(row, []).append((start, values))
+        return exported
+
+    def logged(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+        """See `TargetEngine.states`, of exported states, for an engine whose cache does not hold them."""
+        import torch
+
+        chosen, lengths = fewest_first(self.exported[rows], starts, most)
+        rows, starts = rows[chosen], starts[chosen]
+        parts = []
+        for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            spans = [values[max(start - begin, 0) :] for begin, values in self._log[row] if begin + len(values) > start]
+            parts.append(torch.cat(spans)[:length])
+        return States(rows, starts, lengths, torch.cat(parts) if parts else torch.empty(0))
+
+
+def fewest_first(ends: np.ndarray, starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that have something between `starts` and `ends`, those with the fewest first, and how much each of them has
+    if `most` are taken in all: int64 indices and int32 lengths of at least 1."""
+    lengths = ends - starts
+    chosen = np.argsort(lengths, kind="stable")
+    chosen = chosen[lengths[chosen] > 0]
+    lengths = lengths[chosen]
+    lengths = np.minimum(lengths, most + lengths - np.cumsum(lengths))
+    return chosen[lengths > 0], lengths[lengths > 0].astype(np.int32)
 
 
 def _first_positions(tops: TopTokens, had: np.ndarray, lengths: np.ndarray) -> TopTokens:

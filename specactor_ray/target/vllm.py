@@ -30,6 +30,7 @@ from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, W
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.models.loading import load_eos_token_ids, wrong_value_errors
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
@@ -44,6 +45,7 @@ from specactor_ray.target.vllm_settings import (
     set_environment,
     shared_memory,
 )
+from specactor_ray.transport.messages import States
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class VllmEngine:
         self._record = record_shared_memory(others) if config.tensor_parallel > 1 else None
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
-        self.weight_version = 0
+        self.weight_version, self.exports = 0, True
         eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
 
@@ -195,7 +197,7 @@ class VllmEngine:
         margins, sampled = self._config.record_margins, done.sampled
         result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
-            result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
+            result.states = self._rows.export(from_wire(done.states), done.rows, done.firsts, done.counts)
         for row, scores in done.prompt_logprobs.items():  # vLLM treats tokens committed earlier as prompt
             result.prompt_logprobs[row] = scores[: self._rows.prompt[row] - 1]
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
@@ -225,6 +227,9 @@ class VllmEngine:
                 scores = np.stack((values[:, 0], ids[:, 1], values[:, 1]), axis=1, dtype=np.float32)
                 self._done.prompt_logprobs[self._row_of[one.request_id]] = scores
         return self._done
+
+    def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+        return self._rows.logged(rows, starts, most)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)

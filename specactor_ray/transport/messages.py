@@ -16,18 +16,25 @@ import numpy as np
 from specactor_ray.core.types import Probe, SamplingParams, TopTokens
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """The target's hidden states of consecutive sequence positions, for drafters that read them (EAGLE)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """The target's hidden states of consecutive sequence positions of `n` requests, for drafters that read them."""
 
-    begin: int
-    """Sequence position of the first one, prompt included."""
+    rows: np.ndarray
+    """int32 `(n,)`: numbers of the rows, each once; sequence position of each row's first state, 0 for the first token
+    of the prompt; states of each row, at least 1."""
+    starts: np.ndarray
+    lengths: np.ndarray
     states: Any
-    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
+    """`(sum(lengths), layers * hidden)`, row by row: a tensor on the engine's device; between processes an array
+    (`models/weight_buckets.py`)."""
 
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.states)
+    def split(self) -> Iterator[tuple[int, int, Any]]:
+        """Row, first position and states, a view, row by row."""
+        end = 0
+        for row, start, length in zip(self.rows.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            yield row, start, self.states[begin:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,6 @@ class DraftOpen:
     sampling: SamplingParams
     window: int
     """Most draft tokens past the last commit that the drafter has received."""
-    features: tuple[Features, ...] = ()
-    """States that the verifier still has of the positions so far; only for drafters that request them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +75,9 @@ class CommitBatch:
     opened: tuple[DraftOpen, ...] = ()
     closed: tuple[tuple[int, int, bool], ...] = ()
     """Row, generation, and whether the output ended by itself (it may be used for training) or moved away."""
-    features: tuple[tuple[int, tuple[Features, ...]], ...] = ()
-    """Row and the states of its positions that were computed since the last commit, up to the one that predicted the
-    last of its tokens; only for drafters that request them."""
+    states: States | None = None
+    """Hidden states of rows in `rows` or `opened`: those of further positions, up to the one that predicted the row's
+    last token; only for drafters that read them. Many arrive in parts, with commits of no tokens."""
     session: int = 0
 
 

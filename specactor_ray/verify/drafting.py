@@ -5,11 +5,10 @@ Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisi
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,19 @@ from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.plan.costs import StepCost
-from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.table import Acceptance, RequestTable
 
-_KEPT_POSITIONS = 2048
-"""Number of newest positions of each request whose hidden states are kept for drafters that join later."""
+_MOST_STATES = 4096
+"""Most positions whose hidden states are under way to a drafter, or wait there in this process."""
+StatesOf = Callable[[np.ndarray, np.ndarray, int], States]
+"""`TargetEngine.states`."""
 
 
 @dataclass(slots=True)
@@ -47,40 +48,23 @@ class HostedDrafter(DrafterLink):
     loop: DraftLoop
 
 
-class FeatureLog:
-    """Newest hidden states of each request of a verifier."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[Features]] = {}
-
-    def keep(self, row: int, features: Features, read: int) -> None:
-        """Add a step's exported states of a request. Spans of its initial `read` positions expire together."""
-        kept = self._kept.setdefault(row, [])
-        kept.append(features)
-        while features.end - max(kept[0].end, read) >= _KEPT_POSITIONS:
-            kept.pop(0)
-
-    def since(self, row: int, position: int) -> tuple[Features, ...]:
-        """Spans of states that reach past a sequence position."""
-        kept = self._kept.get(row, [])
-        return tuple(kept[bisect.bisect_right(kept, position, key=lambda span: span.end) :])
-
-    def drop(self, row: int) -> None:
-        """Drop the states of a row whose request has left."""
-        self._kept.pop(row, None)
-
-
 class DrafterSeat(Drafter):
     """A drafter in seat `number` of the table, and the data that is still to be sent to it. `session`: see
     `CommitBatch`."""
 
     def __init__(
-        self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
+        self,
+        number: int,
+        session: int,
+        drafter_id: str,
+        drafter: DrafterLink,
+        table: RequestTable,
+        states_of: StatesOf | None,
     ) -> None:
-        super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
-        self.link, self.number, self._table = link.link, number, table
-        self._session, self._begun = session, False
-        self._features = features if self.spec.traits.reads_features else FeatureLog()
+        super().__init__(drafter_id, drafter.spec, hosted=isinstance(drafter, HostedDrafter))
+        self.link, self.number, self._table = drafter.link, number, table
+        self._session, self._begun, self._states_of = session, False, states_of
+        self._proposer = drafter.loop.proposer if isinstance(drafter, HostedDrafter) else None
         # Row and generation of requests to close at the drafter → whether they are finished.
         self._closed: dict[tuple[int, int], bool] = {}
         # Row, generation, output position and tokens of the unsent ends of finished requests.
@@ -109,15 +93,19 @@ class DrafterSeat(Drafter):
     def news(self, verifier_id: str) -> CommitBatch | None:
         """The batch of unsent data, which counts as sent from now on. None if there is none after the first batch."""
         table, number = self._table, self.number
-        told, mine = table.told[number], np.flatnonzero(table.assigned[number])
-        opened = tuple(map(self._opening, mine[told[mine] < 0].tolist()))
-        rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
+        told, mine = table.told[number], np.flatnonzero(table.assigned[number]).astype(np.int32)
+        begun = told[mine] >= 0
+        opened = tuple(map(self._opening, mine[~begun].tolist()))
+        states = self._unsent_states(mine)
+        fresh = told[mine] < table.committed[mine]
+        if states is not None:  # those without new tokens come with a commit of none
+            fresh |= np.isin(mine, states.rows)
+        rows = mine[begun & fresh]
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last = self._last, []
         if self._begun and not (opened or closed or len(rows)):
             return None
         self._begun = True
-        features = self._untold_features(rows)
         starts, generations = told[rows], table.generation[rows]
         lengths, tokens = table.untold(number, rows)
         if last:
@@ -126,29 +114,34 @@ class DrafterSeat(Drafter):
             rows, generations, starts, lengths = map(np.concatenate, pairs)
             tokens = np.concatenate([*(one[3] for one in last), tokens])
         arrays = (rows, generations, starts, lengths, tokens)
-        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
+        return CommitBatch(verifier_id, *arrays, opened, closed, states, self._session)
 
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]
         committed = int(table.committed[row])
         table.told[self.number, row], table.base[self.number, row] = committed, -1
+        table.streamed[self.number, row] = 0
         output = tuple(table.output[row, :committed].tolist())
-        handle, features = (row, int(table.generation[row]), request.request_id), self._features.since(row, -1)
-        return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window, features)
+        handle = row, int(table.generation[row]), request.request_id
+        return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window)
 
-    def _untold_features(self, rows: np.ndarray) -> tuple[tuple[int, tuple[Features, ...]], ...]:
-        """States from the newest sent token on, whose own state becomes known with the next commit."""
-        if not self.spec.traits.reads_features:
-            return ()
-        requests, told = self._table.requests, self._table.told[self.number]
-        known = ((row, len(requests[row].prompt_token_ids) + int(told[row]) - 1) for row in rows.tolist())
-        return tuple((row, spans) for row, position in known if (spans := self._features.since(row, position)))
+    def _unsent_states(self, rows: np.ndarray) -> States | None:
+        """Hidden states that count as sent from now on: on the engine's device for a drafter of this process, which
+        reads some before it gets more."""
+        if not self.spec.traits.reads_features or self._states_of is None or not len(rows):
+            return None
+        streamed, unread = self._table.streamed[self.number], 0 if self._proposer is None else self._proposer.unread
+        states = self._states_of(rows, streamed[rows], max(_MOST_STATES - unread, 0))
+        if not len(states.rows):
+            return None
+        streamed[states.rows] = states.starts + states.lengths
+        return states if self.hosted else replace(states, states=_to_wire(states.states))
 
 
 class Drafting:
     """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
     turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
-    `config`."""
+    `config`. `states_of`: of the engine, for drafters that read hidden states."""
 
     def __init__(
         self,
@@ -159,6 +152,7 @@ class Drafting:
         max_batch: int = 16,
         window: int = 0,
         branches: int = 0,
+        states_of: StatesOf | None = None,
     ) -> None:
         warm_up()
         self.verifier_id = verifier_id
@@ -168,7 +162,7 @@ class Drafting:
         self._sessions = itertools.count(1)
         self.policy = DraftPolicy(config, self.table, Acceptance(), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
-        self.features = FeatureLog()
+        self._states_of = states_of
         self._standings: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
@@ -185,7 +179,8 @@ class Drafting:
             number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
             self.table.fit_seats(number + 1)
             self.table.clear_seat(number, self.policy.acceptance.number(link.spec.method))
-            seats[number] = DrafterSeat(number, next(self._sessions), drafter_id, link, self.table, self.features)
+            names = number, next(self._sessions), drafter_id
+            seats[number] = DrafterSeat(*names, link, self.table, self._states_of)
         self._let_go(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
@@ -199,7 +194,6 @@ class Drafting:
         for seat in self._seats.values():
             if self.table.assigned[seat.number, row]:
                 seat.end(row, finished)
-        self.features.drop(row)
         self.table.close(row)
 
     def take_messages(self) -> None:
@@ -239,13 +233,6 @@ class Drafting:
         tokens = self.table.tail[seats, rows, 0][np.arange(self.table.window) < lengths[:, None]]
         return seats, Drafts(rows, lengths, tokens)
 
-    def keep(self, states: States) -> None:
-        """Keep the exported hidden states of a step."""
-        for row, start, values in states.split():
-            request = self.table.requests[row]
-            read = len(request.prompt_token_ids) + len(request.committed_token_ids)
-            self.features.keep(row, Features(start, values), read)
-
     def commit(self, step: Committed) -> None:
         """Commit the tokens of a step, and learn from the tails."""
         self.table.commit(step, self.policy.acceptance)
@@ -256,6 +243,12 @@ class Drafting:
         """Counters of links, malformed messages and the draft ladder; for any thread."""
         links = {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()}
         return {"links": links, **self.inbox.snapshot(), "ladder": self._standings}
+
+
+def _to_wire(states: Any) -> np.ndarray:
+    from specactor_ray.models.weight_buckets import to_wire
+
+    return to_wire(states)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ class Requests:
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
         self.metrics = StepMetrics()
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
+        engine.exports = False
         self.events: EventQueue[ToRollout] = EventQueue(clock)
         """Events for the rollout. All events except `Progress` are urgent."""
         self._row_of: dict[str, int] = {}  # open request → its row
@@ -97,8 +98,6 @@ class Requests:
 
     def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> int:
         """Commit the tokens of a step, and end completed requests. Returns the number of right draft tokens."""
-        if result.states is not None:
-            self._drafting.keep(result.states)
         for row, scores in result.prompt_logprobs.items():
             self._fresh.append(PromptScores(*self._names[row], scores))
         if len(result.tokens):

@@ -79,6 +79,7 @@ class RequestTable:
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
       and bool `begun`: it has been in a step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
+      `streamed`: sequence positions whose hidden states were sent;
       `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
       the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
     - by method and row, so that it outlasts a change of the drafter: `evidence`, float64 hits and tries of draft
@@ -95,7 +96,7 @@ class RequestTable:
         self.generation, self.committed, self.limit = np.zeros((3, rows), np.int32)
         self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
-        self.told, self.base = np.zeros((2, seats, rows), np.int32)
+        self.told, self.base, self.streamed = np.zeros((3, seats, rows), np.int32)
         self.length = np.zeros((seats, rows, 1 + branches), np.int32)
         self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
@@ -184,7 +185,7 @@ class RequestTable:
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 # Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
 _BY_ROW = ("generation", "committed", "begun", "limit", "output")
-_BY_SEAT = ("assigned", "told", "base", "tail", "length")
+_BY_SEAT = ("assigned", "told", "base", "streamed", "tail", "length")
 _BY_METHOD = ("evidence",)
 _RESET = ("generation", "begun", "assigned", *_BY_METHOD)
 """Arrays that are 0 in the row of a new request."""

@@ -105,7 +105,8 @@ class Bench:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
         reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
-        drafts = Drafting("v0", inline, config, target.vocab_size, window=window, branches=branches)
+        sizes: Any = {"window": window, "branches": branches}
+        drafts = Drafting("v0", inline, config, target.vocab_size, **sizes, states_of=target.states)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0

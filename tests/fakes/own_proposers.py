@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from specactor_ray.config.methods import Traits
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.transport.messages import Features
+from specactor_ray.transport.messages import States
 
 
 class Model(RowProposer):
@@ -58,10 +57,11 @@ class Reader(Model):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.spans: dict[str, list[Features]] = {}
+        self.spans: dict[str, list[tuple[int, Any]]] = {}
 
-    def add_features(self, slot: int, features: Sequence[Features]) -> None:
-        self.spans.setdefault(self.request_ids[slot], []).extend(features)
+    def add_features(self, *arrays: Any) -> None:
+        for slot, begin, states in States(*arrays).split():
+            self.spans.setdefault(self.request_ids[slot], []).append((begin, states))
 
 
 class Noisy(DraftModelProposer):
@@ -73,7 +73,7 @@ class Deaf(Model):
 
 
 class SecretReader(Model):
-    def add_features(self, slot: int, features: Sequence[Features]) -> None: ...
+    def add_features(self, *arrays: Any) -> None: ...
 
 
 class SecretLearner(Model):

@@ -15,7 +15,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.transport.messages import Features
+from tests.by_name import feed
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_target
 
@@ -49,7 +49,7 @@ def drafted(drafter: ModelProposer, burst: int) -> list[list[int]]:
         drafter.commit(slots, turn * ones, ones, slots + turn)
         for slot, prompt in enumerate(prompts):
             if drafter.traits.reads_features:
-                drafter.add_features(slot, [Features(0, states[slot, : len(prompt) + turn])])
+                feed(drafter, slot, 0, states[slot, : len(prompt) + turn])
         while len(drafter.extend()):
             pass
         found += [list(tokens) for _, tokens in drafter.tails(slots).rows()]

@@ -141,7 +141,7 @@ class Collected:
         self.errors: dict[str, str] = {}
         self.outputs: list[Output] = []
         self.prompt_logprobs: dict[str, np.ndarray] = {}
-        self.states: dict[str, list[tuple[int, np.ndarray]]] = {}
+        self.states: dict[str, list[tuple[int, Any]]] = {}
         """Per request the first positions and the states of its spans."""
         self.prefilled = 0
         """Prompt positions that were computed."""

@@ -13,7 +13,6 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
 from tests.tiny import tiny_vllm_target
@@ -101,7 +100,7 @@ def test_tokens_and_states_are_those_of_hf(temperature: float, filters: dict[str
 
 
 def states_of(collected: Collected, request_id: str) -> torch.Tensor:
-    return torch.cat([from_wire(states) for _, states in collected.states[request_id]])
+    return torch.cat([states for _, states in collected.states[request_id]])
 
 
 def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:

@@ -12,7 +12,7 @@ newest token yet. The head's entry for position `i`, (state of `i`, token of `i 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.ragged import places
+from specactor_ray.core.ragged import begins, places
 from specactor_ray.draft.chains import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
@@ -33,8 +33,6 @@ from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
-from specactor_ray.models.weight_buckets import from_wire
-from specactor_ray.transport.messages import Features
 
 _TRIED = 6
 """Positions of the forward that tests compiled layers."""
@@ -135,19 +133,19 @@ class EagleProposer(ModelProposer):
 
     method = "eagle"
     traits = BUILT_IN[method].traits
-    _by_slot = (*ModelProposer._by_slot, "_anchors", "_received", "_drafted", "_promised")
+    _by_slot = (*ModelProposer._by_slot, "_anchors", "_received", "_held", "_drafted", "_promised")
 
     def __init__(self, runner: EagleRunner, *arguments: Any, **options: Any) -> None:
         super().__init__(runner, *arguments, **options)
         self._runner = runner
-        self._anchors, self._received = np.zeros((2, 0), np.int64)
+        self._anchors, self._received, self._held = np.zeros((3, 0), np.int64)
         """int64 `(slots,)`: first position with an unread state (later entries are based on the head's own outputs);
-        first position without a state."""
+        first position without a state; index of the first unread state in `_states`."""
         self._drafted, self._promised = np.zeros(0, np.int32), np.zeros(0, np.bool_)
         """`(slots,)`: tokens of the line that are committed, or drafted since the newest commit; whether the slot got a
         place late and lacks earlier states, so it must be opened again."""
-        self._unread: dict[int, torch.Tensor] = {}
-        """Slot → states of the positions from its anchor to `_received`, if there are any."""
+        self._states = torch.empty(0, runner.config.feature_size, dtype=runner.dtype, device=runner.device)
+        """Unread states, those of a slot one after the other, among others that are not needed any more."""
         self._outputs = torch.empty(
             0, self.branches.most, runner.feature_size, dtype=runner.dtype, device=runner.device
         )
@@ -171,27 +169,39 @@ class EagleProposer(ModelProposer):
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         self._drop_guesses(slots[self._placed[slots]])
 
-    def add_features(self, slot: int, features: Sequence[Features]) -> None:
+    @property
+    def unread(self) -> int:  # type: ignore[override]
+        return int((self._received - self._anchors).sum())
+
+    def add_features(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: torch.Tensor) -> None:
         """Queue states for the next `extend`. Known positions are skipped; after a gap the head restarts with less
         context; a request that is too long for the head is given up."""
-        if not self.mirrors.is_open(slot) or not self._placed[slot]:
-            return
-        if self.mirrors.known[slot] > self.max_len:
+        if states.shape[1] != self._runner.config.feature_size:
+            raise ValueError(
+                f"hidden states are {states.shape[1]} wide; the head reads {self._runner.config.feature_size} "
+                f"(layers {list(self._runner.config.exported_layers)} of the target)"
+            )
+        states, ends = states.to(self._states), starts.astype(np.int64) + lengths
+        for slot in slots[self._placed[slots] & (self.mirrors.known[slots] > self.max_len)].tolist():
             self._give_up(slot)
-            return
-        for span in features:
-            if span.states.shape[1] != self._runner.config.feature_size:
-                raise ValueError(
-                    f"hidden states are {span.states.shape[1]} wide; the head reads {self._runner.config.feature_size} "
-                    f"(layers {list(self._runner.config.exported_layers)} of the target)"
-                )
-            if span.begin > self._received[slot]:
-                self._begin_anew(slot, span.begin)
-            received = int(self._received[slot])
-            if span.end > received:
-                states, old = from_wire(span.states[received - span.begin :]), self._unread.get(slot)
-                self._unread[slot] = states if old is None else torch.cat([old, states])
-                self._received[slot] = span.end
+        for i in np.flatnonzero(self._placed[slots] & (starts > self._received[slots])).tolist():
+            self._begin_anew(int(slots[i]), int(starts[i]))
+        new = self._placed[slots] & (ends > self._received[slots])
+        firsts, slots, ends = (begins(lengths)[:-1] + self._received[slots] - starts)[new], slots[new], ends[new]
+        left = np.flatnonzero(self._anchors < self._received)
+        if len(left):  # each slot's old states before its new ones
+            owners = np.concatenate([left, slots])
+            firsts = np.concatenate([self._held[left], len(self._states) + firsts])
+            counts = np.concatenate([self._received[left] - self._anchors[left], ends - self._received[slots]])
+            order = np.argsort(owners, kind="stable")
+            firsts, counts, owners = firsts[order], counts[order], owners[order]
+            kept = to_device([places(firsts, counts)], self._states.device)
+            states = torch.cat([self._states, states]).index_select(0, *kept)
+            at, heads = np.unique(owners, return_index=True)
+            self._held[at] = begins(counts)[heads]
+        else:
+            self._held[slots] = firsts
+        self._states, self._received[slots] = states, ends
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights of the head. Cache entries made with the old weights stay: their states are gone."""
@@ -215,12 +225,11 @@ class EagleProposer(ModelProposer):
 
     def _leave(self, slot: int) -> None:
         super()._leave(slot)
-        self._unread.pop(slot, None)
+        self._anchors[slot] = self._received[slot]
         self.mirrors.ends[slot] = self.mirrors.known[slot]
 
     def _begin_anew(self, slot: int, first: int) -> None:
         """Restart with an empty cache; the context begins at position `first`."""
-        self._unread.pop(slot, None)
         self._anchors[slot] = self._received[slot] = first
         self._origins[slot] = first + 1
         self._drop_guesses(np.array([slot]))
@@ -280,14 +289,12 @@ class EagleProposer(ModelProposer):
         positions, features = self._begin(chains, rows, counts)
         outputs, logits = self._runner.forward(rows, positions, counts, tokens, features)
         self._end(chains, np.ones(len(rows), np.int64), outputs[None])
-        return logits if complete.all() else logits[torch.from_numpy(complete)]
+        if complete.all():
+            return logits
+        return logits.index_select(0, *to_device([np.flatnonzero(complete)], logits.device))
 
     def _fuse_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""
-        parts = []
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            states = self._unread.pop(slot)
-            parts.append(states[:count])
-            if count < len(states):
-                self._unread[slot] = states[count:]
-        return self._runner.fuse(torch.cat(parts))
+        taken = to_device([places(self._held[slots], counts)], self._states.device)
+        self._held[slots] += counts
+        return self._runner.fuse(self._states.index_select(0, *taken))

@@ -29,6 +29,7 @@ from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.target.hf import HfEngine
+from specactor_ray.transport.messages import States
 from tests import tiny
 
 REPOSITORY = Path(__file__).parents[3]
@@ -78,8 +79,9 @@ class Oracle(RowProposer):
         self._answers = answers
         self.features: list[Any] = []
 
-    def add_features(self, slot: int, features: Any) -> None:
-        self.features += [(self.request_ids[slot], span.begin, span.states[:, 0].tolist()) for span in features]
+    def add_features(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any) -> None:
+        for slot, begin, values in States(slots, starts, lengths, states).split():
+            self.features.append((self.request_ids[slot], begin, values[:, 0].tolist()))
 
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
         return self._answers[(*prompt.tolist(), self.samplings[slot].seed)][len(output) :]

@@ -22,6 +22,7 @@ from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from specactor_ray.rollout.rollout import Rollout
+from tests.fakes.loops import ragged
 from tests.tiny import tiny_draft, tiny_target
 
 QWEN_7B = {
@@ -141,6 +142,21 @@ def test_the_cache_of_a_cpu(rows: int) -> None:
     target.kv_cache_gb = 0.5
     assert cache_bytes(target, 1000.0) == 0.5 * GIB
     assert room_on_cpu(8 * GIB, TargetConfig(replicas=2, tensor_parallel=2)) == GIB / 2
+
+
+@pytest.mark.parametrize("layers", [[], [0, 2, 3]])
+def test_the_plan_counts_the_hidden_states_that_drafters_read(layers: list[int]) -> None:
+    """In the cache of `hf`, and beside that of vLLM."""
+    target = TargetConfig(model=str(tiny_target()), dtype="float32", hidden_layers=layers)
+    text = cache_size.load_model_config(target.model).get_text_config()
+    of_states = 64 * 4 * len(layers)
+    own = cache_size.cached_token_bytes(target, text)
+    assert own == cache_size.token_bytes(text, 4) + of_states == ragged(tiny_target(), layers).cache.bytes_per_token
+    assert cache_size.states_beside_the_cache(target, own * 100.0) == 0
+    target.backend = "vllm"
+    plain = cache_size.token_bytes(text, 4)
+    assert cache_size.cached_token_bytes(target, text) == plain
+    assert cache_size.states_beside_the_cache(target, plain * 100.0) == pytest.approx(of_states * 100)
 
 
 @pytest.mark.usefixtures("qwen")

@@ -42,8 +42,6 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.weight_buckets import to_wire
-from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.distill.recorded import recorded
@@ -187,7 +185,7 @@ def tails_of(proposer: Proposer) -> list[tuple[int, ...]]:
     for one in rollouts("train", 12):
         proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
         assert proposer.traits.reads_features
-        proposer.add_features("r", [Features(0, to_wire(one.states.float()))])
+        proposer.add_features("r", 0, one.states.float().numpy())
         while proposer.extend():
             pass
         tails.append(proposer.tail("r")[1])

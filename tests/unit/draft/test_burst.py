@@ -18,10 +18,9 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.transport.messages import Features
 from tests.attention import attending
 from tests.batches import news, opening
-from tests.by_name import extend_fully
+from tests.by_name import extend_fully, feed
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
@@ -65,7 +64,7 @@ class Request:
     def tell_states(self, drafter: ModelProposer) -> None:
         if drafter.traits.reads_features:
             end = len(self.prompt) + len(self.output) - 1
-            drafter.add_features(self.slot, [Features(self.sent, self.states[self.sent : end])])
+            feed(drafter, self.slot, self.sent, self.states[self.sent : end])
             self.sent = end
 
 

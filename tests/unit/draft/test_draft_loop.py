@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import CommitBatch, Features, TailBatch
+from specactor_ray.transport.messages import CommitBatch, States, TailBatch
 from tests.batches import news, opening
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_draft
@@ -129,8 +128,9 @@ class Picky(RowProposer):
             self._break("commit", slot)
         return super().commit(slots, *arrays)[self._fails == "answer" :]
 
-    def add_features(self, slot: int, features: Sequence[Features]) -> None:
-        self._break("features", slot)
+    def add_features(self, slots: np.ndarray, *states: Any) -> None:
+        for slot in slots.tolist():
+            self._break("features", slot)
 
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
         return [int([*prompt, *output][-1])] * room
@@ -200,9 +200,10 @@ def open_at(loop: DraftLoop) -> int:
 @pytest.mark.parametrize(("fails", "lost"), [("open", True), ("commit", True), ("features", True), ("close", False)])
 def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.LogCaptureFixture) -> None:
     loop, told = loop_of(Picky(fails))
-    features = tuple((row, (Features(5, np.zeros((1, 2), np.float32)),)) for row in range(2))
+    ones = np.ones(2, np.int32)
+    states = States(np.arange(2, dtype=np.int32), 5 * ones, ones, np.zeros((2, 2), np.float32))
     hear(loop, news([opening(0, "good"), opening(1, "bad")]))
-    hear(loop, news(commits=[(0, 0, [2]), (1, 0, [2])], features=features))
+    hear(loop, news(commits=[(0, 0, [2]), (1, 0, [2])], states=states))
     assert loop.snapshot()["open_requests"] == (1 if lost else 2)
     hear(loop, news(closed=[(1, True)]))
     assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(FIRST).bases.tolist() == [1]

@@ -189,7 +189,7 @@ def test_a_chain_that_cannot_be_sampled_from_costs_the_others_nothing(reference:
         logits, branches = forward(rows, *arrays).logits.clone(), np.flatnonzero(~np.isin(rows, mains))[::2]
         logits[np.append(branches, np.flatnonzero(rows == mains[1]))] = float("nan")
         poisoned += len(branches)
-        return RaggedOutput(logits, None)
+        return RaggedOutput(logits)
 
     drafter._model.forward = poison
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"

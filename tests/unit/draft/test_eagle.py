@@ -16,7 +16,6 @@ from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.transport.messages import Features
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.tails import sample_rows
@@ -96,11 +95,11 @@ class Sequence:
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
-    def new_features(self, repeat: int = 0) -> list[Features]:
+    def new_states(self, repeat: int = 0) -> tuple[int, np.ndarray]:
         begin, end = max(self.sent - repeat, 0), len(self.tokens) - 1
         self.first = begin if begin > self.received else self.first
         self.sent = self.received = end
-        return [Features(begin, self.states[begin:end])]
+        return begin, self.states[begin:end]
 
     def begin(self, drafter: ByName, token: int) -> None:
         """Open it, and commit its first token."""
@@ -112,7 +111,7 @@ class Sequence:
         self.output += fresh
         assert drafter.commit(self.name, start, fresh)
         if not late:
-            drafter.add_features(self.name, self.new_features(repeat))
+            drafter.add_features(self.name, *self.new_states(repeat))
 
     def lose_states(self) -> None:
         """Those that have not been sent, but for the newest one."""
@@ -148,7 +147,7 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
             if rng.random() < 0.2:
                 request.lose_states()
     for request in requests:
-        drafter.add_features(request.name, request.new_features())
+        drafter.add_features(request.name, *request.new_states())
     drafter.proposer.budget = 99
     extend_fully(drafter)
     found = 0
@@ -175,7 +174,7 @@ def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() 
         request.commit(drafter, [*tail[:at], branch[0]], late=True)
         assert drafter.tail(request.name) == (len(request.output), branch[1:]) != (len(request.output), ())
         assert not drafter.extend() or drafter.tail(request.name)[1] == branch[1:], "without states nothing is drafted"
-        drafter.add_features(request.name, request.new_features())
+        drafter.add_features(request.name, *request.new_states())
     extend_fully(drafter)
     assert drafter.tail(request.name) == (len(request.output), request.expected(reference))
 
@@ -209,11 +208,11 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
     for request in (first, second):
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
     with pytest.raises(ValueError, match="the head reads 192"):
-        drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
+        drafter.add_features(first.name, 0, states_of(50, 0, width=64))
     assert drafter.commit(first.name, 0, [9] * drafter.max_len) and drafter.commit(second.name, 0, [9])
     for _ in range(3):
-        drafter.add_features(first.name, [Features(0, first.states)])
-    assert not drafter._unread, "no states are kept"
+        drafter.add_features(first.name, 0, first.states)
+    assert not drafter.unread, "no states are kept"
     assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
     drafter.close(first.name)
     drafter.close(second.name)

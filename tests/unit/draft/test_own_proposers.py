@@ -73,8 +73,8 @@ def test_a_reader_of_ones_own_is_sent_the_states_of_all_committed_positions(mode
     with driven("Reader", mode) as (reader, _):
         assert reader.spans.keys() == truth_of(requests(4, 0.0)).keys()
         for parts in reader.spans.values():
-            assert all(part.states.shape[1] == 64 * len(EAGLE_LAYERS) for part in parts)
-            assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
+            assert all(states.shape[1] == 64 * len(EAGLE_LAYERS) for _, states in parts)
+            assert [begin for begin, _ in parts] == [0, *(begin + len(states) for begin, states in parts[:-1])]
 
 
 def test_a_model_of_ones_own_is_made_with_its_checkpoint() -> None:

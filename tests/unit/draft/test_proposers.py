@@ -18,7 +18,7 @@ from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
-from specactor_ray.transport.messages import Features
+from tests.by_name import feed
 from tests.fakes import own_proposers as own
 from tests.fakes.loops import eagle, ragged
 from tests.number_text import HashedText
@@ -62,9 +62,9 @@ class Request:
         self.sent = 0
         self.answered = False
 
-    def features(self) -> list[Features]:
+    def states(self) -> tuple[int, np.ndarray]:
         begin, self.sent = self.sent, len(self.prompt) + len(self.committed) - 1
-        return [Features(begin, STATES[begin : self.sent])]
+        return begin, STATES[begin : self.sent]
 
 
 class Driver:
@@ -88,7 +88,7 @@ class Driver:
 
     def feed(self, slot: int) -> None:
         if self.proposer.traits.reads_features:
-            self.proposer.add_features(slot, self.requests[slot].features())
+            feed(self.proposer, slot, *self.requests[slot].states())
 
     def tails(self) -> dict[int, list[int]]:
         """Of all open slots, in any order, after a look at their form."""

@@ -12,7 +12,6 @@ import torch
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
-from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
@@ -158,7 +157,7 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
         spans = collected.states[request.request_id]
         ends = [start + len(states) for start, states in spans]
         assert [start for start, _ in spans] == [0, *ends[:-1]]
-        ours = torch.cat([from_wire(states) for _, states in spans])
+        ours = torch.cat([states for _, states in spans])
         tokens = collected.tokens[request.request_id]
         width = model.config.hidden_size
         assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 3 * width)

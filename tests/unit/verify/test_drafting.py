@@ -7,16 +7,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import VERIFIER, ActorSpec
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, ModeName, SpeculationConfig
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify.drafting import DrafterLink, Drafting
@@ -116,21 +113,5 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
     drafters = {"ngram": DrafterSpec(window=9), "eagle": DrafterSpec(branches=3)}
     spec = ActorSpec("v", VERIFIER, Config(ModeName.coupled, speculation=SpeculationConfig(window=4)), drafters)
-    drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100))  # type: ignore[arg-type]
+    drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100, states=None))  # type: ignore[arg-type]
     assert drafting.table.tail.shape[2:] == (1 + 3, 9)
-
-
-def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is opened at the first step reads the whole prompt, however long."""
-    monkeypatch.setattr("specactor_ray.verify.drafting._KEPT_POSITIONS", 4)
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    row = drafting.table.open(TargetRequest("long", (1,) * 9, SamplingParams()))
-
-    def kept(*spans: tuple[int, int]) -> list[int]:
-        for begin, count in spans:
-            drafting.keep(States(ints([row]), ints([begin]), ints([count]), np.zeros((count, 1), np.float32)))
-        return [span.begin for span in drafting.features.since(row, -1)]
-
-    assert kept((0, 3), (3, 3), (6, 3)) == [0, 3, 6]
-    assert kept((9, 1), (10, 1), (11, 1)) == [0, 3, 6, 9, 10, 11]
-    assert kept((12, 1), (13, 1)) == [10, 11, 12, 13]

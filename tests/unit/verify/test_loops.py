@@ -24,7 +24,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
-from specactor_ray.transport.messages import Features, WeightSet
+from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify import racing
 from specactor_ray.verify.policy import DraftPolicy, Suspension
 from tests.fakes.loops import Bench, eagle, proposers, ragged, truth_of
@@ -199,9 +199,9 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
     class Reader(EagleProposer):
         steps, behind, repeated = 0, 0, 0
 
-        def add_features(self, slot: int, features: Sequence[Features]) -> None:
-            self.repeated += features[0].begin != self._received[slot]
-            super().add_features(slot, features)
+        def add_features(self, slots: np.ndarray, starts: np.ndarray, *states: Any) -> None:
+            self.repeated += int((starts != self._received[slots]).sum())
+            super().add_features(slots, starts, *states)
 
         def extend(self) -> np.ndarray:
             for slot in self.request_ids:
