@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from specactor_ray.bench.gpu_check import command
+from specactor_ray.bench.gpu_check.stage import OutOfTime, Stage
+from tests.fakes.tiny_check import TINY_CHECK
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
 MISSING = ("ray", "vllm", "deepspeed", "omegaconf", "greenlet")
@@ -27,3 +36,26 @@ def test_a_mistake_ends_with_2_and_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: ") and "no stage 'flip'" in done.stderr
     assert list(tmp_path.iterdir()) == [hiding]
+
+
+def dies(stage: Stage, n: int) -> None:
+    stage.point({"n": n}, ms=1.0)
+    stage.changed("a figure")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_no_time(stage: Stage, n: int) -> None:
+    stage.point({"n": n}, ms=2.0)
+    stage.changed("another")
+    raise OutOfTime
+
+
+def test_a_process_that_dies_loses_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = {"first": lambda stage: stage.apart(dies, 1), "second": lambda stage: stage.apart(has_no_time, 2)}
+    monkeypatch.setattr(command, "STAGES", stages)
+    report = command.run_check(TINY_CHECK, [*stages], tmp_path / "check.json", math.inf)
+    first, second = report["stages"].values()
+    assert (first["status"], first["points"]) == ("failed", [{"n": 1, "ms": 1.0}]) and "died" in first["error"]
+    assert (second["status"], second["points"]) == ("partial", [{"n": 2, "ms": 2.0}])
+    assert second["not_measured"] == ["the rest: no time was left"]
+    assert json.loads((tmp_path / "check.json").read_text()) == report

@@ -16,12 +16,13 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import drafting, measurements, target
+from specactor_ray.bench.gpu_check import drafting, measurements, memory, target, vllm
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import EXIT_FAILED, ConfigError, InputError, clipped
 from specactor_ray.core.files import make_folder, write_json
+from specactor_ray.target.vllm_settings import require_vllm
 
 N = TypeVar("N", int, float)
 
@@ -29,11 +30,16 @@ STAGES: Mapping[str, Callable[[Stage], None]] = {
     "hardware": measurements.measure_hardware,
     "triton": measurements.measure_triton,
     "attention": measurements.measure_attention,
+    "vllm": vllm.measure_vllm,
     "target": target.measure_target,
     "drafting": drafting.measure_drafting,
+    "sleep": memory.measure_sleep,
+    "weights": memory.measure_weights,
 }
 
 
+_NEED_VLLM = ("vllm",)
+_DEFAULT_STAGES = ",".join(name for name in STAGES if name not in _NEED_VLLM)
 _DEFAULTS = Settings()
 _MOST_ROWS, _MOST_DRAFTS = 1024, 32
 
@@ -47,7 +53,7 @@ def gpu_check(
         Path | None, typer.Option(help="JSON file, never overwritten. Default: gpu_check_DEVICE.json.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="No measurement begins after this time.")] = 8.5,
-    stages: Annotated[str, typer.Option(help=f"Some of {', '.join(STAGES)}.")] = ",".join(STAGES),
+    stages: Annotated[str, typer.Option(help=f"Some of {', '.join(STAGES)}.")] = _DEFAULT_STAGES,
     rows: Annotated[str, typer.Option(help="Numbers of requests that decode at once.")] = _joined(_DEFAULTS.rows),
     drafts: Annotated[str, typer.Option(help="Draft tokens of each request in a step.")] = _joined(_DEFAULTS.drafts),
     accept: Annotated[str, typer.Option(help="Shares of draft tokens that are right.")] = _joined(_DEFAULTS.accept),
@@ -64,6 +70,8 @@ def gpu_check(
         drafts=_numbers("--drafts", drafts, int, 0, _MOST_DRAFTS),
         accept=_numbers("--accept", accept, float, 0, 1),
     )
+    if needing := [name for name in chosen if name in _NEED_VLLM]:
+        _require_vllm(needing[0])
     if output is not None and output.suffix != ".json":
         raise ConfigError("--output", f"{output} is no JSON file.", "name a file that ends in .json.")
     if not torch.cuda.is_available():
@@ -89,6 +97,13 @@ def _numbers(option: str, text: str, kind: Callable[[str], N], least: int, most:
     return found
 
 
+def _require_vllm(stage: str) -> None:
+    try:
+        require_vllm()
+    except ConfigError as error:
+        raise ConfigError("--stages", f"{stage} needs vLLM: {error.problem}", error.fix) from error
+
+
 def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: float) -> dict[str, Any]:
     """Measure stages until the deadline (on the clock of `time.perf_counter`) and write the file. Returns the report,
     as in the JSON file; its status is `interrupted` until the end. Raises InputError if the file exists or cannot be
@@ -98,7 +113,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
     entries = dict[str, Any]()
     report = {
         "kind": "specactor gpu check",
-        "version": 6,
+        "version": 7,
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "CPU",
         "torch": torch.__version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

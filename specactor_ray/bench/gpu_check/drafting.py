@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import torch
 
+from specactor_ray.bench.gpu_check.models import random_model
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import packed
-from specactor_ray.models.cache_size import token_bytes
-from specactor_ray.models.ragged_model import RaggedModel
 
 _OUTPUT = 800
 """Most tokens of a request: more than the timed calls draft and commit."""
 _ACCEPTED = ("no row", "one row", "all rows")
 """Rows whose whole tail a commit accepts."""
-
-
-def random_model(shape: Mapping[str, int], dtype: str, device: str, tokens: int) -> RaggedModel:
-    """A Qwen2 decoder with transformers' initial weights, as engines run it, with a cache of `tokens` tokens."""
-    from transformers import AutoModelForCausalLM
-
-    config = random_config(shape)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return RaggedModel(model.eval().requires_grad_(False), tokens * token_bytes(config, model.dtype.itemsize))
-
-
-def random_config(shape: Mapping[str, int]) -> Any:
-    """The configuration of a Qwen2 decoder of this shape."""
-    from transformers import Qwen2Config
-
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    return Qwen2Config(**shape, rope_parameters=rope, tie_word_embeddings=False)
 
 
 def measure_drafting(stage: Stage) -> None:

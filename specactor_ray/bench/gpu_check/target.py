@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from specactor_ray.bench.gpu_check.drafting import random_model
+from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_model, random_prompts
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell
 from specactor_ray.core.ragged import places
@@ -22,16 +22,14 @@ from specactor_ray.target.hf import HfEngine
 
 _OUTPUT = 256
 """Most tokens of a request: more than the timed steps commit."""
-_STEP_TOKENS = 8192
 
 
 def measure_target(stage: Stage) -> None:
     """Fill a point per number of rows and of random draft tokens: ms of a forward alone (on a GPU as a CUDA graph); of
     a step of the engine, how many times as long it is, and its time in which the GPU is idle."""
     settings = stage.settings
-    tokens = max(settings.rows) * (settings.target_prompt + _OUTPUT + 512)
-    model = random_model(settings.target, settings.dtype, settings.device, tokens)
-    engine = HfEngine(model, (), settings.target_prompt + _OUTPUT, max(settings.rows), _STEP_TOKENS)
+    model = target_model(settings)
+    engine = hf_engine(settings, model)
 
     def measure(rows: int, drafts: int, what: str) -> str:
         figures: dict[str, float | None] = {}
@@ -47,6 +45,17 @@ def measure_target(stage: Stage) -> None:
     stage.each(itertools.product(settings.rows, settings.drafts, ("forward", "step")), measure)
 
 
+def target_model(settings: Settings) -> RaggedModel:
+    """The target, with a cache for the largest number of rows."""
+    tokens = max(settings.rows) * (settings.target_prompt + _OUTPUT + 512)
+    return random_model(settings.target, settings.dtype, settings.device, tokens)
+
+
+def hf_engine(settings: Settings, model: RaggedModel) -> HfEngine:
+    """The product's engine over it."""
+    return HfEngine(model, (), settings.target_prompt + _OUTPUT, max(settings.rows), STEP_TOKENS)
+
+
 def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int) -> dict[str, float | None]:
     """Milliseconds of a step in which `rows` requests decode, and of these exposed ones: the GPU is idle."""
     step = functools.partial(step_at_random, engine, drafts, np.random.default_rng(rows))
@@ -60,10 +69,9 @@ def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int) -> dict
 
 def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:
     """Add a request with a random prompt in each of the first `rows` rows, and run them until all of them decode."""
-    shape = rows, settings.target_prompt
-    for row, prompt in enumerate(np.random.default_rng(7).integers(0, engine.vocab_size, shape)):
+    for row, prompt in enumerate(random_prompts(settings, rows)):
         sampling = SamplingParams(seed=row, max_tokens=_OUTPUT, ignore_eos=True)
-        engine.add(row, TargetRequest(f"r{row}", tuple(prompt.tolist()), sampling))
+        engine.add(row, TargetRequest(f"r{row}", tuple(prompt), sampling))
     while len(engine.decoding()) < rows:
         engine.step()
 

@@ -9,16 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, measurements, stage
+from specactor_ray.bench.gpu_check import command, measurements, memory, stage
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
+from specactor_ray.bench.gpu_check.vllm import Oracle, pattern
 from specactor_ray.core.errors import InputError, UserError
+from specactor_ray.models.ragged_model import RaggedModel
 from tests.fakes.clocks import HandClock
 from tests.fakes.tiny_check import TINY_CHECK
+from tests.unit.target.test_vllm_settings import installed
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -32,7 +36,8 @@ def numbers(value: Any) -> Iterator[float]:
 
 def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_ENOUGH_S", 0.0)
-    path, names = tmp_path / "check.json", [name for name in STAGES if name != "triton"]  # which needs a GPU
+    path = tmp_path / "check.json"
+    names = [name for name in STAGES if name not in ("triton", "vllm", "sleep")]  # which need a GPU, or vLLM
     report = run_check(TINY_CHECK, names, path, math.inf)
     assert json.loads(path.read_text()) == json.loads(json.dumps(report))
     assert report["status"] == "complete", report
@@ -46,6 +51,33 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     for point in points["target"]:
         assert point["x forward"] == point["step ms"] / point["forward ms"] and point["exposed ms"] is None
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
+
+
+def test_an_engine_sleeps_and_decodes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    entry = run_check(TINY_CHECK, ["sleep"], tmp_path / "check.json", math.inf)["stages"]["sleep"]
+    assert entry["not_measured"] == ["vllm: it is not installed"] and not entry["error"], entry
+    assert {name for name, value in entry["points"][0].items() if value is None} == {"awake GiB", "asleep GiB"}
+    assert entry["points"][0]["first step ms"] > 0
+
+
+def test_weights_that_do_not_arrive_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RaggedModel, "load_weights", lambda *_: None)
+    entry = run_check(TINY_CHECK, ["weights"], tmp_path / "check.json", math.inf)["stages"]["weights"]
+    assert entry["status"] == "failed" and "not those that were sent" in entry["error"]
+    assert [point["way"] for point in entry["points"]] == ["device to engine"]
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.5, 0.7, 1.0])
+def test_oracle_drafts_are_right_where_the_pattern_says(accept: float) -> None:
+    right = pattern(3, 40, accept)
+    assert (right[:, :40].sum(axis=1) == round(40 * accept)).all() and (right[:, :40] == right[:, 40:]).all()
+    known = np.random.default_rng(0).integers(0, 512, (3, 80)).astype(np.int32)
+    rows, ends = np.array([2, 0, 1], np.int32), np.array([5, 78, 79])
+    drafts = Oracle(4, known, right).tails(rows, ends)
+    assert drafts.lengths.tolist() == [4, 1, 0]  # one place of an output is the target's own
+    places = ([2, 2, 2, 2, 0], [5, 6, 7, 8, 78])
+    assert ((drafts.tokens == known[places]) == right[places]).all() and drafts.tokens.max() < 512
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
@@ -69,12 +101,14 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
         ({"drafts": "33"}, "--drafts: "),
         ({"accept": "0.7,70"}, "--accept: .* numbers from 0 to 1"),
         ({"accept": "nan"}, "--accept: "),
+        ({"stages": "hardware,vllm"}, "--stages: vllm needs vLLM: .*not installed.* Fix: .*install-vllm-cpu"),
     ],
 )
 def test_mistakes_end_before_a_file_is_written(
     options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    installed(monkeypatch, {})
     with pytest.raises(UserError, match=problem):
         gpu_check(**{"output": None, "minutes": 1.0, "stages": "hardware", **options})
 

@@ -1,0 +1,31 @@
+"""The stages of `scripts/gpu-check` that run vLLM, on the CPU with a tiny shape."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.bench.gpu_check.command import run_check
+from tests.fakes.tiny_check import TINY_CHECK
+from tests.vllm import needs_vllm
+
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_our_engine_is_measured_beside_stock_vllm_and_both_engines_asleep(tmp_path: Path) -> None:
+    settings = TINY_CHECK._replace(rows=(2,), accept=(0.0, 1.0), target_tokens=12)
+    report = run_check(settings, ["vllm", "sleep"], tmp_path / "check.json", math.inf)
+    assert report["status"] == "complete", report
+    points = report["stages"]["vllm"]["points"]
+    plain = [("stock", 0, None), ("ours", 0, None)]
+    assert [(p["engine"], p["drafts"], p["accept"]) for p in points] == [*plain, ("ours", 2, 0.0), ("ours", 2, 1.0)]
+    assert [p["tokens a step"] for p in points] == [1.0, 1.0, 1.0, 3.0]
+    assert [p["same %"] for p in points] == [None, 100.0, 100.0, 100.0]
+    stock, *ours = (point["tokens/s"] for point in points)
+    assert [point["x stock"] for point in points[1:]] == pytest.approx([one / stock for one in ours])
+    for point in points:
+        assert point["exposed ms"] is None and {name.partition(" ")[0] for name in point["graphs"]} == {"NONE"}
+    assert [point["engine"] for point in report["stages"]["sleep"]["points"]] == ["hf", "vllm"]
+    assert all(point["later step ms"] > 0 for point in report["stages"]["sleep"]["points"])
