@@ -16,13 +16,14 @@ import torch
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
-from specactor_ray.draft.burst import LONGEST, Burst, Bursts, CudaCapturer, Runner
+from specactor_ray.draft.burst import LONGEST, Burst, Bursts, Runner
 from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
+from specactor_ray.models.captured import CudaCapturer, capturer_for
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling.candidates import MOST, candidates
+from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -59,9 +60,10 @@ class ModelProposer(SlotProposer):
         """Number of candidates per draw."""
         warm_up(cache.device, runner.dtype, self._most)
         compile_kernels(branches=True)
-        if capturer is None and cache.device.type == "cuda":
-            capturer = CudaCapturer()
-        self._bursts = Bursts(runner, self.max_len, self._most, capturer) if capturer is not None else None
+        self._bursts: Bursts | None = None
+        if (capturer := capturer or capturer_for(cache.device)) is not None:
+            rows = max_batch * (1 + branches)
+            self._bursts = Bursts(runner, capturer, rows, _MAX_STEP_TOKENS, self.max_len, self._most)
 
     @property
     def _tips(self) -> np.ndarray:
@@ -116,27 +118,33 @@ class ModelProposer(SlotProposer):
         if not len(rows):
             return 0, [chains.slots]
         tokens, ends, complete = self.branches.read(self._tips, self._origins, self._cache.lengths, chains, rows)
-        alike = len(rows) if len(tokens) == len(rows) else 0
-        rules, bursts = self._rules.table[chains.slots], self._bursts
-        if bursts is not None and alike and complete.all() and bursts.takes(rows, rules):
+        counts, bursts = chains.counts.astype(np.int64), self._bursts
+        if bursts is not None and complete.all() and (first := bursts.steps.find(counts)) is not None:
             room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
-            shares = np.minimum(room, min(most, LONGEST))
-            shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + shares)] = 1
-            positions, features = self._begin(chains, rows, np.ones(len(rows), np.int64))
-            steps, outputs = bursts.run(Burst(rows, tokens, ends, shares, positions, rules, features))
-            self._end(chains, shares, outputs)
-            changed, drafts = list[np.ndarray](), shares > 0
-            for step, (tokens, gaps) in enumerate(steps):
-                drafts &= shares > step
-                changed.append(self._append(chains.at(drafts), tokens[drafts], gaps[drafts]))
-                drafts &= tokens[:, 0] >= 0
-            return alike, changed
-        logits = self._run(chains, rows, chains.counts.astype(np.int64), tokens, complete)
+            shares = np.clip(room, 1, min(most, LONGEST))
+            shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + counts - 1 + shares)] = 1
+            places, features = self._begin(chains, rows, counts)
+            rules = self._rules.table[chains.slots]
+            burst = Burst(rows, counts, tokens, places, ends, shares, rules, features)
+            return len(rows), self._append_all(chains, shares, *bursts.run(first, burst))
+        logits = self._run(chains, rows, counts, tokens, complete)
         if not complete.all():
             chains, ends = chains.at(complete), ends[complete]
         slots = chains.slots.astype(np.int64)
         drawn = candidates(logits, ends, slots, self._rules, self._most, ids=self._ids)
-        return alike, [self._append(chains, *drawn)]
+        return len(rows) if len(tokens) == len(rows) else 0, [self._append(chains, *drawn)]
+
+    def _append_all(
+        self, chains: Chains, shares: np.ndarray, steps: list[Candidates], outputs: torch.Tensor
+    ) -> list[np.ndarray]:
+        """Append the draws of a burst, as many of each chain as its share, see `_append` and `_end`."""
+        self._end(chains, shares, outputs)
+        changed, drafts = list[np.ndarray](), np.ones(len(shares), np.bool_)
+        for step, (tokens, gaps) in enumerate(steps):
+            drafts &= shares > step
+            changed.append(self._append(chains.at(drafts), tokens[drafts], gaps[drafts]))
+            drafts &= tokens[:, 0] >= 0
+        return changed
 
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
@@ -248,4 +256,4 @@ class DraftModelProposer(ModelProposer):
         return self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
 
     def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
-        return places(self._cache.lengths[rows], counts), torch.empty(len(rows), 0)
+        return places(self._cache.lengths[rows], counts), torch.empty(int(counts.sum()), 0)

@@ -145,10 +145,17 @@ class RaggedModel:
         return RaggedOutput(logits[: len(wanted)])
 
     def step(
-        self, batch: RaggedBatch, tokens: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
+        self,
+        batch: RaggedBatch,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        _: torch.Tensor | None = None,
+        last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `draft.burst.Runner`."""
-        return self._run(batch, tokens, positions, torch.arange(len(tokens), device=self.device)), features
+        """See `draft.burst.Runner`; no features are given back."""
+        keep = torch.arange(len(tokens), device=self.device) if last is None else last
+        logits = self._run(batch, tokens, positions, keep)
+        return logits, logits.new_empty(len(keep), 0)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specactor_ray.sampling.keyed import Backend, fitting, verify_arrays
+from specactor_ray.sampling.keyed import Backend, verify_arrays, verify_on_device
 from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:
@@ -68,15 +68,7 @@ def candidates_on_device(
 
     order = torch.arange(len(positions), device=logits.device)
     none = torch.zeros(len(positions) + 1, dtype=torch.int64, device=logits.device)
-    if logits.device.type == "cpu":
-        rows, tails, at = order.numpy(), none.numpy(), positions.numpy()
-        found = verify_arrays(logits, rows, tails, tails[:0], at, rows, rules, most, ids=ids, logprobs=False)
-        return torch.from_numpy(found.packed)
-    if fitting(logits.device, logits.dtype, most) != "triton":
-        raise RuntimeError("sampling runs on the host")
-    from specactor_ray.sampling import fused
-
-    return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
+    return verify_on_device(logits, order, none, none[:1], 0, positions, rules, most, ids=ids, logprobs=False)
 
 
 def unpacked(packed: np.ndarray, most: int) -> Candidates:

@@ -133,13 +133,60 @@ def verify_arrays(
         from specactor_ray.sampling import fused
 
         return Found(fused.verify_on_host(logits, arrays, drafts, width - 1, rules, ranks))
-    x = logits.cpu().float().contiguous().numpy()
+    tails = drafts if isinstance(drafts, np.ndarray) else drafts.cpu().numpy()
+    rows = offsets, tail_offsets, tails, positions, slots
+    return Found(_on_host(logits, rows, rules, ranks, width, ids, logprobs))
+
+
+def verify_on_device(
+    logits: torch.Tensor,
+    offsets: torch.Tensor,
+    tail_offsets: torch.Tensor,
+    tails: torch.Tensor,
+    longest: int,
+    positions: torch.Tensor,
+    rules: Rules,
+    ranks: int,
+    *,
+    ids: np.ndarray | None = None,
+    logprobs: bool = True,
+) -> torch.Tensor:
+    """`verify_arrays` for the slots 0, 1, ... with tensors on the device of the logits, without a wait for it; on GPUs
+    by the Triton kernels. `longest`: most drafts of a request, or more. Returns the buffer of `Found`, with
+    `longest + 1` columns of each kind.
+
+    Raises:
+        RuntimeError: The Triton kernels do not run on this device.
+    """
+    import torch
+
+    slots = torch.arange(len(positions), device=logits.device)
+    if logits.device.type == "cpu":
+        rows = [one.numpy() for one in (offsets, tail_offsets, tails, positions, slots)]
+        return torch.from_numpy(_on_host(logits, rows, rules, ranks, 1 + longest, ids, logprobs))
+    if fitting(logits.device, logits.dtype, ranks) != "triton":
+        raise RuntimeError("sampling runs on the host")
+    from specactor_ray.sampling import fused
+
+    return fused.verify(logits, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
+
+
+def _on_host(
+    logits: torch.Tensor,
+    rows: Sequence[np.ndarray],
+    rules: Rules,
+    ranks: int,
+    width: int,
+    ids: np.ndarray | None,
+    logprobs: bool,
+) -> np.ndarray:
+    """The buffer of `Found`, by numba. `rows`: offsets, tail offsets, tails, positions and slots."""
+    x, (offsets, tail_offsets, tails, positions, slots) = logits.cpu().float().contiguous().numpy(), rows
     packed = np.full((len(slots), 2 + (2 + ranks if ranks > 2 else 3) * width), -1, np.int64)
-    tails = (drafts if isinstance(drafts, np.ndarray) else drafts.cpu().numpy()).astype(np.int32, copy=False)
     tokens, out = _all_tokens(logits.shape[1]) if ids is None else ids, (packed, packed.view(np.float64))
-    rows, at = (x, x.view(np.int32), offsets, tail_offsets, tails), (positions, slots, rules.table)
-    kernels.verify_batch(*rows, *at, tokens, ranks, logprobs, out)
-    return Found(packed)
+    drafts = offsets, tail_offsets, tails.astype(np.int32, copy=False), positions, slots
+    kernels.verify_batch(x, x.view(np.int32), *drafts, rules.table, tokens, ranks, logprobs, out)
+    return packed
 
 
 def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:

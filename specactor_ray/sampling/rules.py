@@ -41,6 +41,15 @@ class Rules:
         self._device = device
         self._words: torch.Tensor | None = None
 
+    @classmethod
+    def over(cls, words: torch.Tensor) -> Rules:
+        """Rules in a tensor, int64 `(slots, 5)`, that the caller writes; any may filter. On a GPU `table` is unset."""
+        rules = cls(len(words), words.device)
+        rules._words, rules.any_filtered = words, True
+        if words.device.type == "cpu":
+            rules.table = words.numpy().view(_RULE)[:, 0]
+        return rules
+
     def write(self, slots: Sequence[int], params: Sequence[SamplingParams], bases: Sequence[int]) -> None:
         """Set the rules of `slots`; the `first_position` of each request is added to its base."""
         most = 1 + max(slots, default=-1)

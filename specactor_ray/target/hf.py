@@ -3,7 +3,7 @@
 A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens (the part
 of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its draft tail. The
 model runs all of it as one packed sequence. A prefix in the cache, of a running or an ended request, is not computed
-again.
+again. On GPUs a step of decoding rows is a captured one, with the sampler behind it; others are eager.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
+from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, capturer_for, longest_tail
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
+from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
 from specactor_ray.sampling.probable import logprobs_of, most_probable, prompt_scores
 from specactor_ray.target.admission import Admission
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
@@ -55,9 +57,61 @@ class _Plan(NamedTuple):
         return np.where(self.samples, 1 + self.drafted, 0)
 
 
+class _DecodeSteps:
+    """Captured steps of decoding rows: forward, sampler and comparison of drafts, with one copy up, one launch and one
+    copy down. `ranks`: as in `verify_arrays`; the other sizes are those of `Captured`."""
+
+    def __init__(
+        self, model: RaggedModel, capturer: CudaCapturer, ranks: int, rows: int, tokens: int, longest: int
+    ) -> None:
+        self._model, self._ranks, self._capturer, device = model, ranks, capturer, model.device
+        self._found = torch.zeros(rows * (2 + 3 * (1 + longest_tail(1))), dtype=torch.int64, device=device)
+        extras = (np.zeros(size, np.int64) for size in (rows, rows + 1, tokens, rows))
+        self._steps = Captured(model.cache, capturer, "Decoding", rows, tokens, longest, [*extras], self._step)
+        """Its extra inputs: begin of each row's logits and of its drafts, drafts, positions."""
+        self.prepare, self.release = self._steps.prepare, self._steps.release
+
+    def find(self, counts: np.ndarray) -> StaticBatch | None:
+        """See `Captured.find`."""
+        batch = self._steps.find(counts)
+        return None if batch is None or counts.max() > 1 + batch.longest else batch
+
+    @torch.inference_mode()
+    def run(
+        self, batch: StaticBatch, cache_rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, tails: np.ndarray,
+        positions: np.ndarray, rules: np.ndarray,
+    ) -> Found:  # fmt: skip
+        """Run the batch that was found for `counts`, int64 `(n,)`: a token and the drafts of each row. `positions` and
+        `rules`, `(n,)`, are those of the first token that each row samples."""
+        cache, n, starts, ends = self._model.cache, len(counts), begins(counts), begins(counts - 1)
+        places_of, lengths = places(cache.lengths[cache_rows], counts), cache.lengths[cache_rows] + counts
+        ends = np.concatenate([ends, np.full(batch.rows - n, ends[-1])])  # missing rows draft nothing
+        extras = starts[:-1], ends, tails, positions
+        self._steps.load(batch, cache_rows, counts, tokens, places_of, lengths, rules, extras)
+        batch.replay()
+        cache.lengths[cache_rows] = lengths
+        return Found(self._capturer.fetch(self._result(batch)[:n]))
+
+    def _result(self, batch: StaticBatch) -> torch.Tensor:
+        """int64 `(R, columns)`: the buffer of `Found`."""
+        columns = 2 + 3 * (1 + batch.longest)
+        return self._found[: batch.rows * columns].view(batch.rows, columns)
+
+    def _step(self, batch: StaticBatch) -> None:
+        logits, _ = self._model.step(batch, batch.tokens, batch.positions)
+        firsts, ends, tails, positions = batch.extras
+        rows = firsts[: batch.rows], ends[: batch.rows + 1], tails, batch.longest, positions[: batch.rows]
+        self._result(batch).copy_(verify_on_device(logits, *rows, batch.sampling, self._ranks))
+
+
 class HfEngine:
     """`TargetEngine` over a `RaggedModel`, which it owns with its cache. `eos_token_ids` end an output unless the
-    request ignores them; the other arguments are keys of `target` (`config/schema.py`)."""
+    request ignores them; `capturer`: of decode steps, None takes CUDA graphs on GPUs, and no capture on CPUs; the other
+    arguments are keys of `target` (`config/schema.py`).
+
+    Steps that read more than one token of a context are eager, and so are steps with log-probabilities of prompts or of
+    the most probable tokens, and those with a longer tail than `longest_tail` in `models/captured.py`.
+    """
 
     def __init__(
         self,
@@ -67,6 +121,7 @@ class HfEngine:
         max_batch: int = 16,
         max_step_tokens: int = 512,
         record_margins: bool = False,
+        capturer: CudaCapturer | None = None,
     ) -> None:
         self._model = model
         self.vocab_size = model.vocab_size
@@ -80,6 +135,10 @@ class HfEngine:
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
         warm_up(model.device, model.dtype, 1 + record_margins)
+        self._decode: _DecodeSteps | None = None
+        if (capturer := capturer or capturer_for(model.device)) is not None:
+            most = self.max_step_tokens, self.max_model_len
+            self._decode = _DecodeSteps(model, capturer, 1 + record_margins, max_batch, *most)
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
@@ -121,7 +180,7 @@ class HfEngine:
         for row in list(self._rows.requests):
             self.remove(row)
         self._admission.prefixes.clear()
-        del self._model
+        del self._model, self._decode
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
@@ -154,11 +213,15 @@ class HfEngine:
             raise InputError("the engine cannot sleep while requests are running")
         self._asleep = True
         self._admission.prefixes.clear()
+        if self._decode is not None:
+            self._decode.release()
         self._model.sleep()
 
     def wake(self) -> None:
         if self._asleep:
             self._model.wake()
+            if self._decode is not None:
+                self._decode.prepare()
             self._asleep = False
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
@@ -178,23 +241,37 @@ class HfEngine:
             return StepResult()
         begin = time.perf_counter()
         counts = plan.context + plan.drafted
-        num_logits = np.where(plan.scored > 0, counts, plan.sampled)
         tails = drafts.tokens[places(plan.firsts, plan.drafted)]
         tokens, cache_rows = self._tokens(plan, counts, tails), self._admission.cache_rows(plan.rows)
-        output = self._model.forward(cache_rows, counts, tokens, num_logits)
-        forward_s = time.perf_counter() - begin
-        begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
-        logits, scores = output.logits, dict[int, np.ndarray]()
-        if plan.scored.any():
-            logits, scores = self._score(logits, plan, begins(num_logits))
-        found, tops = self._verify(logits, rows, drafted, tails)
-        sampling_s = time.perf_counter() - begin
+        scores, tops = dict[int, np.ndarray](), None
+        if (batch := self._captured(plan, counts)) is not None and self._decode is not None:
+            positions, rules = self._rows.length[rows], self._rows.rules.table[rows]
+            found = self._decode.run(batch, cache_rows, counts, tokens, tails, positions, rules)
+            forward_s, sampling_s = time.perf_counter() - begin, 0.0
+        else:
+            num_logits = np.where(plan.scored > 0, counts, plan.sampled)
+            output = self._model.forward(cache_rows, counts, tokens, num_logits)
+            forward_s = time.perf_counter() - begin
+            begin = time.perf_counter()
+            logits = output.logits
+            if plan.scored.any():
+                logits, scores = self._score(logits, plan, begins(num_logits))
+            found, tops = self._verify(logits, rows, drafted, tails)
+            sampling_s = time.perf_counter() - begin
         result = self._commit(rows, drafted, found, tops)
         result.prompt_logprobs = scores
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         return result
+
+    def _captured(self, plan: _Plan, counts: np.ndarray) -> StaticBatch | None:
+        """The captured step for a plan; None: it is eager."""
+        if self._decode is None or plan.context.max() > 1 or not plan.samples.all() or plan.scored.any():
+            return None
+        if self._rows.rules.any_tops and self._rows.rules.tops[plan.rows].any():
+            return None
+        return self._decode.find(counts)
 
     def _plan(self, drafts: Drafts) -> _Plan:
         """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""

@@ -10,10 +10,10 @@ import torch
 
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.burst import CudaCapturer
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
+from specactor_ray.models.captured import CudaCapturer
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.by_name import feed
 from tests.fakes.capturer import FakeCapturer

@@ -16,6 +16,8 @@ from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
+from specactor_ray.models import captured as captured_steps
+from specactor_ray.models.captured import sizes
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
@@ -84,33 +86,64 @@ def drafts(drafter: ModelProposer, slots: int) -> list[Any]:
 
 
 @MAKERS
-def test_a_burst_is_fetched_once_and_each_bucket_is_captured_once(make: Any) -> None:
+def test_a_burst_is_fetched_once_and_steps_are_captured_at_the_start(make: Any) -> None:
     device = FakeCapturer()
-    drafter, requests = make(capturer=device), requests_of(5, 0)
+    drafter, requests = make(capturer=device, max_batch=20), requests_of(5, 0)
+    assert device.captures == len(sizes(20, 512)) and {rows for rows, _ in sizes(20, 512)} == {1, 4, 16, 20}
     for request in requests:
         request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=400)
         request.open(drafter, LONGEST + 4)
         request.commit(drafter, [7])
     drafter.burst = 1
     drafter.extend()
-    captures, launches, fetches = device.captures, device.launches, device.fetches
+    launches, fetches = device.launches, device.fetches
     drafter.burst = LONGEST
     assert sorted(drafter.extend().tolist()) == [0, 1, 2, 3, 4]
-    assert (device.captures - captures, device.launches - launches, device.fetches - fetches) == (
-        captures == 0, LONGEST, 1,
-    )  # fmt: skip
+    assert (device.launches - launches, device.fetches - fetches) == (LONGEST, 1)
     assert drafter.drafted == LONGEST and drafter.rows_drafted == 5
     assert drafter.tails(np.arange(5)).lengths.tolist() == [LONGEST + 1] * 5
     for request in requests:
         request.commit(drafter, [8])
         extend_fully(drafter)
-    assert device.captures == 1, "five rows or fewer share a bucket"
-    filtered = requests_of(6, 0)[5]
-    filtered.sampling = SamplingParams(1.0, top_k=5, max_tokens=400)
-    filtered.open(drafter)
-    filtered.commit(drafter, [7])
-    extend_fully(drafter)
-    assert device.captures == 2, "filters take a kernel more"
+    assert device.captures == len(sizes(20, 512))
+
+
+@MAKERS
+@pytest.mark.parametrize("branches", [0, 4])
+def test_no_forward_is_eager_at_any_acceptance(make: Any, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once prompts were read: one copy and one fetch a burst, whatever part of each tail is right."""
+    device, rng, copies = FakeCapturer(), random.Random(0), 0
+    captured, plain = make(capturer=device, branches=branches), make(branches=branches)
+    requests = requests_of(6, 4)
+    for drafter in (captured, plain):
+        drafter.burst, drafter.budget = 4, 12
+        for request in requests:
+            request.open(drafter)
+        extend_fully(drafter)
+    assert drafts(captured, 6) == drafts(plain, 6)
+
+    def to_device(*arguments: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return device_copy(*arguments)
+
+    device_copy = captured_steps.to_device
+    monkeypatch.setattr(captured_steps, "to_device", to_device)
+    monkeypatch.setattr(captured, "_run", None)
+    for turn in range(12):
+        for request, (_, tail) in zip(requests, drafts(plain, 6)[0], strict=True):
+            right = (0, len(tail), rng.randint(0, len(tail)), len(tail) * (request.slot == 0))[turn % 4]
+            fresh, before = [*tail[:right], 7 + turn], request.output
+            for drafter in (captured, plain):
+                request.output = before
+                request.sent = len(request.prompt) + len(before) - 1
+                request.commit(drafter, fresh)
+        copies, fetches = 0, device.fetches
+        assert len(captured.extend())
+        assert branches or copies == device.fetches - fetches == 1
+        for drafter in (captured, plain):
+            extend_fully(drafter)
+        assert drafts(captured, 6) == drafts(plain, 6)
 
 
 @MAKERS
@@ -133,7 +166,7 @@ def test_padding_and_rows_that_are_done_write_to_no_page_of_a_chain(make: Any) -
         pass
     assert device.launches > 2 and len({int(n) for n in cache.lengths[rows] - lengths[rows]}) > 2
     changed = (cache._pools[0] != before).flatten(3).any(-1).any(0)
-    scratch = drafter._bursts._scratch
+    scratch = drafter._bursts.steps._unused // cache.page_size
     assert changed[scratch].any() and not changed[scratch, 1:].any()
     changed[scratch] = False
     pages = cache.page_table(rows, cache.lengths[rows])
@@ -206,12 +239,11 @@ def test_a_row_without_numbers_ends_in_the_middle_of_a_burst(make: Any, monkeypa
         nonlocal calls
         logits, outputs = inner(*arguments)
         calls += 1
-        if calls >= 3 + 1:  # one was the capture
+        if calls >= 3:
             logits[1] = float("nan")
         return logits, outputs
 
     monkeypatch.setattr(drafter._bursts._runner, "step", poisoned)
-    drafter._bursts._steps.clear()
     drafter.burst = LONGEST
     extend_fully(drafter)
     assert drafter._placed.tolist()[:3] == [True, False, True]
@@ -266,6 +298,5 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
     monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
     monkeypatch.setattr(burst, "candidates_on_device", zeros)
     with attending(attend_on_gpu):
-        drafter = make(capturer=Watching())
-        assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
+        make(capturer=Watching(), max_batch=4)
     assert {"gather", "where", "index_copy_"} <= seen

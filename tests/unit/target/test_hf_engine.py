@@ -14,6 +14,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
+from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import Collected, Driver, LoadedConformance, answers, noisy_tails, requests, run
 
@@ -45,6 +46,14 @@ class TestConformance(LoadedConformance):
     @classmethod
     def weights(cls) -> dict[str, Any]:
         return load().state_dict()
+
+
+class TestCapturedConformance(TestConformance):
+    """With decode steps as on a GPU."""
+
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
+        return raw(capturer=FakeCapturer(), **limits)
 
 
 def test_logprobs_are_those_of_a_fresh_forward() -> None:

@@ -1,0 +1,215 @@
+"""Captured steps: sizes, captures and releases, and decode steps of the engine beside eager ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.core import device as core_device
+from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.models import captured, ragged_attention, ragged_model
+from specactor_ray.models.captured import longest_tail, sizes
+from specactor_ray.models.ragged_attention import attend_on_gpu
+from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.sampling import rules as sampling_rules
+from specactor_ray.target import hf
+from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.hf import HfEngine
+from tests.attention import attending
+from tests.fakes.capturer import FakeCapturer
+from tests.tiny import tiny_prompt_ids
+from tests.unit.engine_conformance import Driver, answers, noisy_tails, requests
+from tests.unit.models.test_ragged_attention import NoKernel, Watch
+from tests.unit.target.test_hf_engine import load, raw
+
+FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 9}, {"top_p": 0.8}, {}, {"top_k": 30, "top_p": 0.9})
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 512), (3, 7), (16, 512), (64, 512), (128, 1152), (512, 512)])
+def test_every_mix_of_tails_has_a_step_and_steps_are_few(rows: int, tokens: int) -> None:
+    all_sizes = sizes(rows, tokens)
+    assert len(set(all_sizes)) == len(all_sizes) <= 60
+    assert {r for r, n in all_sizes} == {r for r, n in all_sizes if r == n}, "bursts go on with a token of each row"
+    for r, n in all_sizes:
+        assert r <= rows and r <= n <= tokens
+    for n in range(1, rows + 1):
+        most = min(n * (1 + longest_tail(rows)), tokens)
+        assert any(r >= n and size >= most for r, size in all_sizes), (n, most)
+        # Padding is at most as many tokens again, or 128.
+        for wanted in range(n, most + 1):
+            least = min(size for r, size in all_sizes if r >= n and size >= wanted)
+            assert least <= max(2 * wanted, wanted + 128, 4 * n), (n, wanted, least)
+
+
+class Turns:
+    """An engine in which requests decode, with drafts that are right up to a random place."""
+
+    def __init__(self, engine: HfEngine, count: int, **sampling: Any) -> None:
+        self.engine, self.rng, self.truth = engine, random.Random(0), dict[int, list[int]]()
+        for row, prompt in enumerate(tiny_prompt_ids(count)):
+            one = SamplingParams((0.0, 1.0)[row % 2], max_tokens=150, seed=row, ignore_eos=True, **FILTERS[row % 5])
+            engine.add(row, TargetRequest(f"r{row}", tuple(prompt), replace(one, **sampling)))
+        while len(engine.decoding()) < count:
+            engine.step()
+
+    def step(self, lengths: list[int]) -> StepResult:
+        tails = {row: [self.rng.randrange(400) for _ in range(length)] for row, length in enumerate(lengths) if length}
+        return self.engine.step(Drafts.of(tails))
+
+
+def equal(ours: StepResult, theirs: StepResult) -> bool:
+    pairs = [(getattr(ours, name), getattr(theirs, name)) for name in ("rows", "lengths", "tokens", "accepted")]
+    pairs += [(ours.logprobs, theirs.logprobs), (ours.margins, theirs.margins)]
+    pairs += [(ours.states.states, theirs.states.states), (ours.states.starts, theirs.states.starts)]
+    return all(a is b is None or np.array_equal(a, b) for a, b in pairs)
+
+
+MIXES = ([0, 0, 0, 0, 0], [3, 3, 3, 3, 3], [0, 4, 1, 0, 2], [16, 0, 0, 0, 1], [0, 9, 9, 2, 0], [16, 16, 16, 16, 16])
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Copies to the device by any module."""
+    made, real = [0], core_device.to_device
+
+    def to_device(*arguments: Any) -> Any:
+        made[0] += 1
+        return real(*arguments)
+
+    for module in (captured, ragged_attention, ragged_model, sampling_rules):
+        monkeypatch.setattr(module, "to_device", to_device)
+    return made
+
+
+def test_a_decode_step_is_a_copy_a_launch_and_a_fetch(copies: list[int]) -> None:
+    """For any mix of tails, and its tokens, log-probabilities, margins and states are those of an eager one."""
+    device = FakeCapturer()
+    options = {"record_margins": True, "hidden_layers": [0, HEAD_INPUT], "max_batch": 6}
+    ours, theirs = (Turns(raw(capturer=one, **options), 5) for one in (device, None))
+    assert device.captures == len(sizes(6, 512)) and not device.launches, "prompts are eager"
+    for turn, mix in enumerate(MIXES * 2):
+        launches, fetches, copies[0] = device.launches, device.fetches, 0
+        found = ours.step(mix)
+        assert (device.launches - launches, device.fetches - fetches, copies[0]) == (1, 1, 1)
+        assert equal(found, theirs.step(mix)), turn
+        assert found.drafted.sum() == sum(mix)
+    assert device.captures == len(sizes(6, 512))
+
+
+def test_right_drafts_are_accepted() -> None:
+    batch = requests(5, 1.0, ignore_eos=True)
+    engine = Driver(raw(capturer=(device := FakeCapturer())))
+    truth = answers(engine, batch)
+    launches = device.launches
+    drafted = answers(engine, batch, noisy_tails(truth.tokens, 0, engine.vocab_size))
+    assert drafted.tokens == truth.tokens and any(one.num_accepted for one in drafted.outputs)
+    assert 0 < device.launches - launches < launches
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mix"), [({"logprobs": 2}, [1] * 5), ({}, [40, 0, 0, 0, 0]), ({"prompt_logprobs": True}, None)]
+)
+def test_what_a_captured_step_lacks_is_eager(sampling: dict[str, Any], mix: list[int] | None) -> None:
+    device = FakeCapturer()
+    ours, theirs = (Turns(raw(capturer=one), 5, **sampling) for one in (device, None))
+    assert not device.launches
+    if mix is not None:
+        found, wanted = ours.step(mix), theirs.step(mix)
+        assert not device.launches and np.array_equal(found.tokens, wanted.tokens)
+        assert (found.tops is None) == (wanted.tops is None) == (not sampling)
+
+
+def test_steps_beside_a_prompt_are_eager_and_rows_beyond_the_sizes_too() -> None:
+    device = FakeCapturer()
+    turns = Turns(raw(capturer=device), 3)
+    turns.engine.add(7, TargetRequest("late", (5,) * 20, SamplingParams()))
+    turns.step([0, 0, 0])
+    assert not device.launches
+    turns.step([0, 0, 0])
+    assert device.launches == 1
+
+
+def test_padding_writes_to_no_page_of_a_row() -> None:
+    """All that a step changes of the cache is what its rows read, and the first slot of the page that nobody holds."""
+    turns = Turns(raw(capturer=FakeCapturer(), max_batch=16), 5)
+    model: Any = turns.engine._model
+    cache, rows = model.cache, turns.engine._admission.cache_rows(np.arange(5, dtype=np.int32))
+    for mix in MIXES:
+        before, lengths = [pool.clone() for pool in cache._pools], cache.lengths[rows].copy()
+        turns.step(mix)
+        changed = torch.stack([(x != y).flatten(3).any(-1).any(0) for x, y in zip(cache._pools, before, strict=True)])
+        found = changed.any(0).flatten().nonzero()[:, 0].tolist()
+        pages = cache.page_table(rows, lengths + 17)
+        wanted = {
+            int(pages[i, at // cache.page_size]) * cache.page_size + at % cache.page_size
+            for i in range(5)
+            for at in range(lengths[i], lengths[i] + 1 + mix[i])
+        }
+        assert wanted <= set(found) and set(found) - wanted <= {turns.engine._decode._steps._unused}
+
+
+def test_sleep_drops_the_steps_and_waking_captures_them_again() -> None:
+    device, batch = FakeCapturer(), requests(3, 1.0)
+    engine = Driver(raw(capturer=device, max_batch=4))
+    before, captures = answers(engine, batch).tokens, device.captures
+    engine.sleep()
+    assert device.releases == 1 and engine._decode.find(np.ones(2, np.int64)) is None
+    engine.wake()
+    engine.wake()
+    assert device.captures == 2 * captures
+    assert answers(engine, batch).tokens == before, "no step of before is repeated"
+    engine.load_weights(1, {name: tensor * 1.3 for name, tensor in load().state_dict().items()})
+    assert device.captures == 2 * captures and answers(engine, batch).tokens != before
+
+
+def test_a_device_that_cannot_capture_is_named_and_decodes_without() -> None:
+    batch, device = requests(3, 1.0), FakeCapturer(refuses=True)
+    engine = Driver(raw(capturer=device))
+    assert answers(engine, batch).tokens == answers(Driver(raw()), batch).tokens
+    assert not device.launches and not device.fetches
+    assert "Decoding runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
+    engine.sleep()
+    engine.wake()
+    assert not device.captures
+
+
+def test_nothing_is_captured_on_a_cpu() -> None:
+    assert raw()._decode is None and captured.capturer_for(torch.device("cpu")) is None
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
+    for name in ("attend", "merge"):
+        monkeypatch.setattr(kernels, name, NoKernel())
+    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
+    with attending(attend_on_gpu):
+        yield
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_nothing_in_a_decode_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the sampler: on GPUs it is Triton's, here it finds nothing. A step runs at its capture, as on a GPU."""
+
+    class Watching(FakeCapturer):
+        def capture(self, step: Callable[[], object]) -> Callable[[], object]:
+            with Watch() as watch:
+                step()
+                step()
+            seen.update(watch.seen)
+            return super().capture(step)
+
+    def nothing(logits: torch.Tensor, offsets: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return torch.zeros(len(offsets), 2 + 3 * (1 + rest[2]), dtype=torch.int64)
+
+    seen = set[str]()
+    monkeypatch.setattr(hf, "verify_on_device", nothing)
+    raw(capturer=Watching(), max_batch=3, max_step_tokens=20, hidden_layers=[1])
+    assert {"index_copy_", "copy_"} <= seen
