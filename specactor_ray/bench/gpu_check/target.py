@@ -14,7 +14,7 @@ from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.burst import CudaCapturer
+from specactor_ray.models.captured import CudaCapturer
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetEngine, TargetRequest
