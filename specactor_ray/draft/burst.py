@@ -46,8 +46,7 @@ class Burst(NamedTuple):
 
     rows: np.ndarray
     counts: np.ndarray
-    """int64: tokens that each row reads first; `tokens`, `places` and `features` are those tokens row by row, their
-    sequence positions and their features, `(sum(counts),)`."""
+    """int64: tokens that each row reads first; these `tokens`, their `places` in the sequence, and their `features`."""
     tokens: np.ndarray
     places: np.ndarray
     ends: np.ndarray

@@ -17,7 +17,6 @@ import torch
 
 from specactor_ray.core.device import to_device
 from specactor_ray.core.environment import fall_back
-from specactor_ray.core.ragged import places
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.sampling.rules import Rules
@@ -150,15 +149,13 @@ class Captured:
     ) -> None:  # fmt: skip
         """Copy the inputs of the step that was found for `counts` to the device, without a wait. `ends`: tokens of each
         row for which it has room; `extras`: their first columns, others are 0. ValueError: a row has no room."""
-        cache, n, used, size = self._cache, len(rows), len(tokens), self._cache.page_size
+        cache, n, used = self._cache, len(rows), len(tokens)
         if (ends > cache.room(rows)).any():
             raise ValueError("a row has no room for its new tokens; reserve it first")
         self._clear()
         ids, sequence, slots, starts, keys, words, *more, pages = self._host
         cached, table = cache.lengths[rows], cache.page_table(rows, ends)
-        at = places(cached, counts)
-        ids[:used], sequence[:used] = tokens, positions
-        slots[:used] = table[np.repeat(np.arange(n), counts), at // size] * np.int64(size) + at % size
+        ids[:used], sequence[:used], slots[:used] = tokens, positions, cache.slots_of(table, cached, counts)
         starts[1 : n + 1], starts[n + 1 :] = counts.cumsum(), used
         keys[:n], words[:n], pages[:n, : table.shape[1]] = cached + counts, rules.view(np.int64).reshape(n, -1), table
         for target, source in zip(more, extras, strict=True):
