@@ -211,9 +211,9 @@ def speed(stage: Stage, side: Side, rows: int, oracle: Oracle) -> tuple[dict[str
 
 def exposure(stage: Stage, side: Side, rows: int, oracle: Oracle, ms: float) -> dict[str, Any]:
     """Exposed ms of a step that takes `ms`, and the graphs of some steps, without those of prefill."""
-    quarter, busy_s, graphs = stage.settings.target_tokens // 4, list[float | None](), list[Counter[str]]()
-    runs = list[Run]()
-    for tokens in (quarter, 2 * quarter):
+    few = max(stage.settings.target_tokens // 8, 1 + oracle.drafts)
+    runs, busy_s, graphs = list[Run](), list[float | None](), list[Counter[str]]()
+    for tokens in (few, 2 * few):
         side.call("watch_begin")
         runs.append(run_in_time(stage, side, rows, tokens, oracle))
         counts, busy = side.call("watch_end")
