@@ -124,10 +124,14 @@ def test_states_are_handed_out_once_and_in_order() -> None:
     def forward(*spans: tuple[int, int]) -> None:
         firsts, counts = np.array(spans).T
         states = np.concatenate([np.arange(first, first + count) for first, count in spans])[:, None]
-        exported = engine.export(states, rows, firsts, counts)
+        exported = engine.export(torch.from_numpy(states), rows, firsts, counts)
         for row, start, values in exported.split():
             assert start == len(seen[row])
             seen[row] += values[:, 0].tolist()
+
+    def logged(starts: tuple[int, int], most: int = 99) -> dict[int, list[int]]:
+        found = engine.logged(rows, ints(*starts), most)
+        return {row: values[:, 0].tolist() for row, start, values in found.split()}
 
     engine.length[:] = 8  # as after steps that committed
     forward((0, 3), (0, 2))
@@ -135,3 +139,8 @@ def test_states_are_handed_out_once_and_in_order() -> None:
     forward((3, 3), (0, 1))  # the second was preempted: it is computed again
     forward((6, 4), (1, 6))  # three of the first are rejected drafts
     assert seen == {1: [*range(7)], 3: [*range(7)]}
+    assert logged((0, 0)) == seen and logged((7, 7)) == {}
+    assert logged((2, 5)) == {1: [2, 3, 4, 5, 6], 3: [5, 6]}
+    assert logged((2, 5), 4) == {3: [5, 6], 1: [2, 3]}, "those of the row with the fewest first"
+    engine.close(1)
+    assert not engine._log.keys() - {3}, "states are kept as long as their request"
