@@ -62,6 +62,8 @@ REFUSED = {
     "generation_config": "`sampling` holds how tokens are chosen",
 }
 """Argument of vLLM's engine → reason why it cannot be set."""
+INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
+"""vLLM's attention kernels that do not depend on the batch in its batch-invariant mode."""
 
 
 def validate(config: Config) -> None:
@@ -165,6 +167,11 @@ def _of_engine_arguments(config: Config) -> Iterator[Problem]:
     if given and backend != "vllm":
         problem = f"target.backend={backend} has no such arguments."
         yield "target.engine_arguments", problem, "leave it out, or use target.backend=vllm."
+    named = str(given.get("attention_backend", INVARIANT_BACKENDS[0])).upper()
+    if config.target.batch_invariant and config.target.gpus and named not in INVARIANT_BACKENDS:
+        problem = f"{clipped(named)} depends on the batch, and target.batch_invariant is set."
+        fix = f"use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
+        yield "target.engine_arguments.attention_backend", problem, fix
     for name in given:
         key = f"target.engine_arguments.{name}"
         if name in SET_BY_KEYS:

@@ -134,6 +134,11 @@ class TargetConfig:
     dtype: str = one_of(DTYPES, default=AUTO)
     """Data type of weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on
     CPUs with AVX512_BF16, else float32. A resumed run keeps the resolved `auto`."""
+    batch_invariant: bool = False
+    """Take kernels that give a row the same bits whatever shares its batch: on GPUs, too, tokens are then those of
+    plain decoding in every mode, and steps are slower. `hf` multiplies by kernels of its own, `vllm` runs in its
+    batch-invariant mode; what has no such kernels is refused. On CPUs nothing changes, and models whose tokens agree up
+    to near-ties (mixtures of experts) are refused."""
     max_model_len: int | None = at_least(2, default=None)
     """Most prompt + output tokens of a request. Default: the model's limit."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)

@@ -9,6 +9,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """Keys of a model's configuration that only mixtures of experts have."""
 
 
+_INVARIANT_WEIGHTS = {"hf": (), "vllm": ("awq", "fp8")}
+"""Backend → kinds of quantized weights with kernels that do not depend on the batch."""
+
+
 class TokenIdentity(NamedTuple):
     """Whether kernels compute a row alike whatever shares its batch; if so, every mode gives the same tokens."""
 
@@ -34,8 +38,25 @@ def is_mixture(facts: Mapping[str, Any]) -> bool:
     return any(isinstance(count := text.get(key), int) and count > 0 for key in _EXPERTS)
 
 
+def uncovered(backend: str, facts: Mapping[str, Any]) -> str:
+    """Problem of `target.batch_invariant` with a model of this configuration on GPUs; empty if there is none."""
+    packed = facts.get("quantization_config") or {}
+    kind = str(packed.get("quant_method", "of an unknown kind"))
+    if not packed or kind in _INVARIANT_WEIGHTS[backend]:
+        return ""
+    return (
+        f"the weights are quantized ({kind}), and target.backend={backend} has no kernels for them that do not "
+        "depend on the batch."
+    )
+
+
 def token_identity(
-    backend: str, device: str, dtype: str, mixture: bool, environment: Mapping[str, str]
+    backend: str,
+    device: str,
+    dtype: str,
+    mixture: bool,
+    environment: Mapping[str, str],
+    batch_invariant: bool = False,
 ) -> TokenIdentity:
     """Claim of a run of the target.
 
@@ -45,12 +66,15 @@ def token_identity(
         dtype: Data type of the target; not `auto`.
         mixture: Whether the target is a mixture of experts.
         environment: Environment of the verifiers.
+        batch_invariant: `target.batch_invariant`.
     """
     if device != "cpu":
+        if batch_invariant:
+            return TokenIdentity(True, "target.batch_invariant is set, so kernels do not depend on the batch")
         if backend == "vllm" and environment.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
             return TokenIdentity(True, "VLLM_BATCH_INVARIANT is set, so vLLM's kernels do not depend on the batch")
-        hint = "; VLLM_BATCH_INVARIANT=1 selects kernels that do not" if backend == "vllm" else ""
-        return TokenIdentity(False, f"the GPU's kernels depend on the number of rows{hint}")
+        hint = "target.batch_invariant=true selects others"
+        return TokenIdentity(False, f"the GPU's kernels depend on the number of rows; {hint}")
     if mixture:
         return TokenIdentity(False, f"a mixture of experts in {dtype} on CPUs is rounded by the rows of each expert")
     if dtype == "float32":

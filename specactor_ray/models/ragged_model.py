@@ -5,6 +5,7 @@ Used by the target engine (`target/hf.py`) and by the small-model drafter (`draf
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 
 from specactor_ray.core.device import to_device
-from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import Probe
+from specactor_ray.models.batch_invariance import invariant, prove
 from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.loading import tied, wrong_value_errors
 from specactor_ray.models.packed_linear import (
@@ -59,6 +61,7 @@ class RaggedModel:
         cache_bytes: Memory budget of the key/value cache.
         hidden_layers: Decoder layers (0-based) whose output states are kept in the cache (`PagedCache.states`),
             concatenated in this order; `HEAD_INPUT` stands for the states that enter the output layer.
+        batch_invariant: See `TargetConfig`; ConfigError if that cannot be.
 
     Raises:
         ModelLoadError: The model does not compute here what it computes in transformers: its attention cannot be
@@ -69,7 +72,9 @@ class RaggedModel:
     ids: np.ndarray | None = None
     feature_size = 0
 
-    def __init__(self, model: Any, cache_bytes: int, hidden_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: Any, cache_bytes: int, hidden_layers: Sequence[int] = (), batch_invariant: bool = False
+    ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
@@ -80,11 +85,13 @@ class RaggedModel:
         self._tied = tied(model)
         self._pad_to = [0]
         _require_replaceable_attention(model)
+        self._invariant = batch_invariant
+        self._kernels = invariant(model, self.device) if batch_invariant else contextlib.nullcontext()
         self._exported: dict[int, torch.Tensor] = {}
         self._hidden_layers = tuple(hidden_layers)
         try:
             self._prepare(cache_bytes)
-        except ModelLoadError:
+        except (ConfigError, ModelLoadError):
             raise
         except wrong_value_errors() as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -112,6 +119,8 @@ class RaggedModel:
         if self.device.type == "cpu":
             fuse(self.model, self._warm_up)
         self._check(probe)
+        if self._invariant:
+            prove(self, probe.token_ids)
 
     @torch.inference_mode()
     def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> RaggedOutput:
@@ -182,13 +191,14 @@ class RaggedModel:
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
         """Logits `(len(keep), V)` of the positions `keep` in the pack. Hidden states go to the cache."""
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            ragged_batch=batch,
-        )
+        with self._kernels:
+            output = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                ragged_batch=batch,
+            )
         if output.logits.shape[1] != len(keep):
             raise ModelLoadError(
                 f"{type(self.model).__name__} ignores logits_to_keep, so this engine cannot serve it. "

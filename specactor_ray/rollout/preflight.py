@@ -19,7 +19,7 @@ from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_sp
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import count_gpus, fitting_dtype
 from specactor_ray.core.errors import ConfigError, ModelLoadError
-from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity
+from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
 from specactor_ray.models.cache_size import (
     BLOCK_TOKENS,
     GIB,
@@ -170,6 +170,7 @@ def check_target(config: Config) -> None:
     if config.target.backend == "vllm":
         _reject_heads_that_cannot_be_split(config, text)
     _reject_cache_below_one_request(config, text)
+    _reject_kernels_that_depend_on_the_batch(config, model)
 
 
 def load_target_config(config: Config) -> Any:
@@ -209,7 +210,8 @@ def identity_of(config: Config) -> TokenIdentity:
     with contextlib.suppress(ModelLoadError):  # a model that is loaded later
         if (folder := require_model(target.model)) is not None:
             mixture = is_mixture(read_config(folder))
-    return token_identity(target.backend, "cuda" if target.gpus else "cpu", dtype, mixture, os.environ)
+    device = "cuda" if target.gpus else "cpu"
+    return token_identity(target.backend, device, dtype, mixture, os.environ, target.batch_invariant)
 
 
 def start_notes(config: Config) -> list[str]:
@@ -244,6 +246,19 @@ def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
     if ranks not in fits:
         problem = f"{ranks} ranks cannot share {heads} attention heads and {shared} key/value heads evenly."
         raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
+
+
+def _reject_kernels_that_depend_on_the_batch(config: Config, model: Any) -> None:
+    """Check `target.batch_invariant` by the model's configuration; engines check the GPU and the layers."""
+    target, facts = config.target, model.to_dict()
+    if not target.batch_invariant:
+        return
+    if method := target.engine_arguments.get("quantization"):
+        facts["quantization_config"] = {"quant_method": method}
+    identity = identity_of(config)
+    problem = f"{identity.reason}." if not identity.holds else uncovered(target.backend, facts)
+    if problem:
+        raise ConfigError("target.batch_invariant", problem, "set target.batch_invariant=false.")
 
 
 def _reject_context_beyond_the_models(config: Config, text: Any) -> None:

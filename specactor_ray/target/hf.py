@@ -150,7 +150,7 @@ class HfEngine:
             config.model, dtype=config.dtype, device=device, trust_remote_code=trust, max_model_len=longest
         )
         eos = eos_token_ids(loaded.generation_config, loaded.config)
-        ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
+        ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers, config.batch_invariant)
         return cls(ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins)
 
     # ---- requests ----

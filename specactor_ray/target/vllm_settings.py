@@ -145,6 +145,11 @@ def set_environment(config: TargetConfig) -> None:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    if config.batch_invariant and config.gpus:
+        from specactor_ray.models.batch_invariance import require_device
+
+        require_device()
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     usable = sorted(os.sched_getaffinity(0))[: config.cores]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
         "nobind" if config.tensor_parallel == 1 else _cores_of_ranks(usable, config.tensor_parallel)

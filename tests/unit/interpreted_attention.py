@@ -16,8 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton import language as tl
-from triton.runtime import interpreter
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.draft.model import ModelProposer
@@ -31,7 +29,7 @@ from tests.by_name import extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
 from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
-from tests.unit.interpreted_kernels import quick_interpreter  # noqa: F401
+from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
 from tests.unit.models.test_ragged_attention import load
 from tests.unit.target import test_hf_engine
 
@@ -45,20 +43,9 @@ pages_of = st.sampled_from([16, 48, 64, 256])
 
 @pytest.fixture(autouse=True, scope="module")
 def short_splits() -> Iterator[None]:
-    """Short rows have several splits. A product of two tiles has the same bits in each row, and takes bfloat16 for what
-    it is: the interpreter's has neither, as it leaves it to a CPU's library, and keeps bfloat16 as integers."""
-
-    def exact(x: Any) -> np.ndarray:
-        data = (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
-        return data.astype(np.float64)
-
-    def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
-        product = np.matmul(exact(a), exact(b)).astype(np.float32)
-        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
-
+    """Short rows have several splits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "SPLIT", SPLIT)
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield
 
 

@@ -48,6 +48,24 @@ def quick_interpreter() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def exact_dots() -> Iterator[None]:
+    """A product of two tiles has the same bits in each row, and takes bfloat16 for what it is: the interpreter's has
+    neither, as it leaves it to a CPU's library, and keeps bfloat16 as integers."""
+
+    def exact(x: Any) -> np.ndarray:
+        data = (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+        return data.astype(np.float64)
+
+    def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+        product = np.matmul(exact(a), exact(b)).astype(np.float32)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that give small vocabularies several chunks."""

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
-    "triton": ("sampling/triton", "models/_paged_attention_triton.py"),
+    "triton": ("sampling/triton", "models/_paged_attention_triton.py", "models/_products_triton.py"),
     "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
@@ -96,6 +96,7 @@ LEAVES = (
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_paged_attention_triton.py",
+    "models/_products_triton.py",
 )
 """Import such a package when they are themselves imported: vLLM and verl load theirs by name, functions the others."""
 LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)

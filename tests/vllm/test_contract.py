@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.rules import REFUSED, SET_BY_KEYS
+from specactor_ray.config.rules import INVARIANT_BACKENDS, REFUSED, SET_BY_KEYS
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
@@ -59,6 +59,19 @@ def test_a_version_without_a_part_is_refused_by_name(
     config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
     with pytest.raises(ConfigError, match=rf"^target\.backend: vllm\S* \S+ has no \S*{re.escape(part)}"):
         refuse_early(config)
+
+
+def test_batch_invariance_has_a_mode_and_these_kernels_of_attention() -> None:
+    """Read from the sources, which need GPUs to be imported."""
+    (source,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    assert '"VLLM_BATCH_INVARIANT": lambda' in Path(source, "envs.py").read_text()
+    assert "init_batch_invariance()" in Path(source, "v1/worker/gpu_worker.py").read_text()
+    claims = r"def get_name\(\)[^\"]*\"(\w+)\"|def supports_batch_invariance\(cls\) -> bool:\s+return (True)"
+    found = set()
+    for path in Path(source, "v1/attention/backends").rglob("*.py"):
+        names = re.findall(claims, path.read_text())
+        found |= {name for name, _ in names if name} if any(claim for _, claim in names) else set()
+    assert found == set(INVARIANT_BACKENDS)
 
 
 def test_the_engine_core_and_its_scheduler() -> None:

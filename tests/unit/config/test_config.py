@@ -237,6 +237,16 @@ class TestRangesAndContradictions:
             (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
             ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
             ([*VLLM, "target.engine_arguments={worker_cls: x}"], "target.engine_arguments.worker_cls", "leave it out"),
+            (
+                [
+                    *VLLM,
+                    "target.batch_invariant=true",
+                    "target.gpus=1",
+                    "target.engine_arguments={attention_backend: flashinfer}",
+                ],
+                "target.engine_arguments.attention_backend",
+                "FLASH_ATTN, TRITON_ATTN",
+            ),
             (["target.model="], "target.model", "a text"),
             (["target.model=' '"], "target.model", "name it"),
             (["target.hidden_layers=[1,1]"], "target.hidden_layers", ""),

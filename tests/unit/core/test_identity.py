@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.identity import is_mixture, token_identity
+from specactor_ray.core.identity import is_mixture, token_identity, uncovered
 from specactor_ray.rollout.preflight import identity_of, start_notes
 from tests.tiny import tiny_target
 
@@ -41,6 +41,23 @@ def test_identity_holds_where_kernels_do_not_depend_on_the_batch(
     assert found.holds == holds and found.reason
     assert ("up to near-ties" in found.line) == (not holds)
     assert found.to_dict() == {"tokens_identical": holds, "reason": found.reason}
+
+
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_kernels_that_do_not_depend_on_the_batch_make_it_hold_on_gpus_alone(backend: str) -> None:
+    for mixture in (False, True):
+        assert token_identity(backend, "cuda", "bfloat16", mixture, {}, batch_invariant=True).holds
+    assert not token_identity(backend, "cpu", "float32", True, {}, batch_invariant=True).holds
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "fits"),
+    [("hf", None, True), ("hf", "fp8", False), ("vllm", None, True), ("vllm", "fp8", True), ("vllm", "gptq", False)],
+)
+def test_quantized_weights_without_such_kernels_are_named(backend: str, method: str | None, fits: bool) -> None:
+    problem = uncovered(backend, {"quantization_config": {"quant_method": method}} if method else {})
+    assert bool(problem) != fits
+    assert fits or (f"quantized ({method})" in problem and f"target.backend={backend}" in problem)
 
 
 @pytest.mark.parametrize(

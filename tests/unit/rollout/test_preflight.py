@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,32 @@ def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config, sampling=SamplingParams(stop_token_ids=(8, 9)))
     with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: 9 is no token of m, whose largest id is 8\. Fix"):
         preflight.check_target(config)
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ({"gpus": 1}, None),
+        ({"gpus": 1, "engine_arguments": {"quantization": "fp8"}}, None),
+        ({"gpus": 1, "engine_arguments": {"quantization": "gptq"}}, r"quantized \(gptq\)"),
+        ({"gpus": 1, "backend": "hf"}, None),
+        ({}, None),
+        ({"model": "mixture"}, "a mixture of experts in float32 on CPUs"),
+        ({"gpus": 1, "model": "mixture"}, None),
+    ],
+)
+def test_batch_invariance_that_no_kernel_gives_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: dict[str, Any], problem: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8 if "model" in target else 0}))
+    monkeypatch.setattr(preflight, "load_model_config", lambda name, trust_remote_code: LlamaConfig(**LLAMA))
+    monkeypatch.setattr(preflight, "require_model", lambda name: tmp_path)
+    if problem is None:
+        preflight.check_target(config_with(batch_invariant=True, **target))
+        return
+    with pytest.raises(ConfigError, match=rf"target\.batch_invariant: .*{problem}.* Fix: set"):
+        preflight.check_target(config_with(batch_invariant=True, **target))
+    preflight.check_target(config_with(**target))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 12])

@@ -29,7 +29,7 @@ ARGUMENTS = {
     "positions": "*i64", "rules": "*i64", "scores": "*fp64", "sums": "*fp32", "ids": "*i32", "tails": "*i64",
     "out": "*i64", "width": "i32", "chunks": "i32",
 }  # fmt: skip
-MULTIPLES_OF_16 = ("stride", "vocab")
+MULTIPLES_OF_16 = ("stride", "vocab", "columns", "inner", "x_row", "w_batch", "w_inner", "w_column")
 CUDA_THREADS = 32
 
 
@@ -43,7 +43,8 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
     aligned = [
         p.name
         for p in kernel.params
-        if p.name in MULTIPLES_OF_16 or (signature[p.name].startswith("*") and not p.do_not_specialize_on_alignment)
+        if (p.name in MULTIPLES_OF_16 and signature[p.name] != "constexpr")
+        or (signature[p.name].startswith("*") and not p.do_not_specialize_on_alignment)
     ]
     source = ASTSource(
         kernel, signature,
@@ -117,6 +118,59 @@ def test_compiled_attention_rounds_every_operation_and_reads_16_bytes(
         assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
 
 
+def compiled_product(capability: int, kind: str, columns: int, groups: int, contiguous: str) -> Any:
+    from specactor_ray.models import _products_triton as products
+
+    tile = products.tile_of({"bf16": 2, "fp32": 4}[kind], columns)
+    constants = {
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "WHOLE": True, "GROUPS": groups, contiguous: 1,
+        **({} if groups else {"ends": None}),
+    }  # fmt: skip
+    numbers = ("rows", "columns", "inner", "groups", "x_row", "w_batch", "w_inner", "w_column")
+    types = dict.fromkeys(("x", "weight", "bias", "out"), f"*{kind}") | {"ends": "*i32"} | dict.fromkeys(numbers, "i32")
+    types = {name: value for name, value in types.items() if name not in constants}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    return build(products.multiply, types, constants, capability, **options)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("kind", "columns", "groups", "contiguous"),
+    [
+        ("bf16", 3584, 0, "w_inner"),
+        ("bf16", 152_064, 0, "w_inner"),
+        ("bf16", 4096, 64, "w_inner"),
+        ("bf16", 3072, 0, "w_column"),
+        ("fp32", 3584, 0, "w_inner"),
+    ],
+)  # of linear layers, heads, experts, GPT-2
+def test_compiled_products_spill_nothing_and_read_16_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, columns: int, groups: int, contiguous: str,
+    capability: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled_product(capability, kind, columns, groups, contiguous)
+    used = resources(code.asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert code.metadata.shared <= 99 << 10  # of compute capability 8.6
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", code.asm["ptx"])
+    assert copies and set(copies) == {"0x10"}
+    half = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
+    assert (half if kind == "bf16" else "mma.sync") in code.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_sums_spill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    from specactor_ray.models import _products_triton as products
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"x": "*bf16", "out": "*fp32", "columns": "i32", "x_row": "i32"}
+    used = resources(
+        build(products.add_up, types, {"BLOCK": 1024}, capability, enable_fp_fusion=False).asm["cubin"], tmp_path
+    )
+    assert used["STACK"] == used["LOCAL"] == 0
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("ranks", [1, MOST])
 @pytest.mark.parametrize("name", ["scan", "filter_rows", "commit"])
@@ -156,10 +210,12 @@ class Variants:
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, Variants]:
     from specactor_ray.models import _paged_attention_triton as attention
+    from specactor_ray.models import _products_triton as products
     from specactor_ray.sampling import triton as triton_kernels
 
-    found = {}
-    for module, names in ((triton_kernels, ("scan", "filter_rows", "commit")), (attention, ("attend", "merge"))):
+    found, sampler = {}, ("scan", "filter_rows", "commit")
+    kernels = {triton_kernels: sampler, attention: ("attend", "merge"), products: ("multiply", "add_up")}
+    for module, names in kernels.items():
         for name in names:
             found[name] = Variants(getattr(module, name))
             monkeypatch.setattr(module, name, found[name])
@@ -224,6 +280,20 @@ def test_no_number_of_rows_asks_for_other_attention(variants: dict[str, Variants
         query = torch.zeros(n, 14, 64, dtype=torch.bfloat16)
         attention.paged_attention(query, keys, values, *on_device, 1, 600, rules, programs)
     assert (len(variants["attend"].seen), len(variants["merge"].seen)) == (2, 1)  # of whole rows, and of splits
+
+
+@pytest.mark.parametrize("inner", [64, 97])
+def test_no_number_of_rows_asks_for_other_products(variants: dict[str, Variants], inner: int) -> None:
+    """Of linear layers, of experts, and of the sums of norms."""
+    from specactor_ray.models import _products_triton as products
+
+    weight, experts = torch.zeros(48, inner), torch.zeros(4, inner, 48)
+    for n in COUNTS:
+        x = torch.zeros(1, n, inner)
+        products.product(x, weight.t()[None])
+        products.product(x, experts, None, torch.zeros(5, dtype=torch.int32)[n % 2 :][:4])
+        products.sums(x)
+    assert (len(variants["multiply"].seen), len(variants["add_up"].seen)) == (2, 1)
 
 
 def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

