@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -21,7 +21,7 @@ from specactor_ray.bench.micro import JsonFile, run_script, show_points
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
@@ -29,7 +29,7 @@ from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.target.base import Drafts, StepResult, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 
 WARM_UP, STEPS = 24, 120
@@ -82,7 +82,9 @@ class InstantEngine:
 
 
 def output_of(seed: int) -> list[int]:
-    output: list[int] = np.random.default_rng(seed).integers(0, 1000, LENGTH).tolist()
+    """An output of phrases, which it has in common with others."""
+    phrases = np.random.default_rng(0).integers(0, 1000, (256, 16))
+    output: list[int] = phrases[np.random.default_rng(seed).integers(0, 256, LENGTH // 16)].reshape(-1).tolist()
     return output
 
 
@@ -144,9 +146,6 @@ def verifier_ms(rows: int, drafters: int, branches: int = 0, sends: bool = True)
     config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all, race=RaceName.always)
     drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows, branches=branches)
     loop = VerifyLoop(engine, drafting)  # type: ignore[arg-type]  # the methods that the loop does not call here
-    loop.submit(
-        [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
-    )
     loop.set_drafters(
         {
             one.drafter_id: DrafterLink(
@@ -154,6 +153,25 @@ def verifier_ms(rows: int, drafters: int, branches: int = 0, sends: bool = True)
             )
             for one in oracles
         }
+    )
+    return steps_ms(loop, seeds, oracles)
+
+
+def hosted_ms(rows: int) -> float:
+    """Milliseconds of one verify step with a hosted `suffix`, its look-ups included."""
+    engine, config = InstantEngine(rows), SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all)
+    drafting = Drafting("verifier-0#1", True, config, engine.vocab_size, max_batch=rows)
+    drafter = DraftLoop("suffix-0#1", SuffixProposer(max_batch=rows))
+    spec = DrafterSpec("suffix", window=WINDOW, max_batch=rows)
+    hosted = HostedDrafter(spec, Link(direct_sender(drafter.deliver)), drafter)
+    loop = VerifyLoop(engine, drafting, [hosted])  # type: ignore[arg-type]  # as above
+    return steps_ms(loop, {f"request-{number}": number for number in range(rows)})
+
+
+def steps_ms(loop: VerifyLoop, seeds: Mapping[str, int], oracles: Sequence[Oracle] = ()) -> float:
+    """Median milliseconds of a step of requests with these seeds."""
+    loop.submit(
+        [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
     )
     spent, read = [], 0
     for _ in range(WARM_UP + STEPS):
@@ -247,7 +265,9 @@ def model_proposer_us(rows: int, branches: int = 0) -> float:
 
 FIGURES: Mapping[str, Callable[[], float]] = {
     "verifier_ms_16_rows_1_drafter": lambda: verifier_ms(16, 1),
+    "verifier_ms_128_rows_plain": lambda: verifier_ms(128, 0),
     "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
+    "verifier_ms_128_rows_hosted_suffix": lambda: hosted_ms(128),
     "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
     "verifier_x_128_rows_1_drafter_4_branches": lambda: verifier_x(128, 1, 4),
     "verifier_x_256_rows_3_drafters_4_branches": lambda: verifier_x(256, 3, 4),
