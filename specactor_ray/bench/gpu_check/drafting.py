@@ -26,9 +26,8 @@ def measure_drafting(stage: Stage) -> None:
     `extend` of one token and of `LONGEST`; and in turns of a commit and the window after it, in which the target has
     accepted the whole tail of no row, one, or all. `fallbacks`: why there is no graph, as in the log."""
     settings = stage.settings
-    tokens = max(settings.rows) * (settings.drafting_prompt + _OUTPUT + 256)
+    tokens = (max(settings.rows) + 8) * (settings.drafting_prompt + _OUTPUT + 256)
     model = random_model(settings.drafter, settings.dtype, settings.device, tokens)
-    ways = ("graph", "eager") if settings.device == "cuda" else ("eager",)
 
     @functools.lru_cache(1)
     def drafter_of(rows: int) -> DraftModelProposer:
@@ -48,6 +47,7 @@ def measure_drafting(stage: Stage) -> None:
         stage.entry["figures"]["fallbacks"] = fallbacks()
         return f"{name} {ms:.3g}"
 
+    ways = ("eager",) if drafter_of(settings.rows[0])._bursts is None else ("graph", "eager")
     stage.each(itertools.product(settings.rows, ways, (1, LONGEST, *_ACCEPTED)), measure)
 
 

@@ -12,6 +12,7 @@ import torch
 from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_model, random_prompts
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.captured import CudaCapturer
@@ -26,23 +27,26 @@ _OUTPUT = 256
 
 def measure_target(stage: Stage) -> None:
     """Fill a point per number of rows and of random draft tokens: ms of a forward alone (on a GPU as a CUDA graph); of
-    a step of the engine, how many times as long it is, and its time in which the GPU is idle."""
+    a step of the engine, captured (on a GPU) and eager, and its time in which the GPU is idle; and how many times as
+    long as the forward a step is. `fallbacks`: why there is no graph, as in the log."""
     settings = stage.settings
     model = target_model(settings)
     engine = hf_engine(settings, model)
+    ways = ("eager",) if engine._decode is None else ("graph", "eager")
+    stage.entry["figures"]["fallbacks"] = fallbacks()
 
     def measure(rows: int, drafts: int, what: str) -> str:
         figures: dict[str, float | None] = {}
         if what == "forward":
             figures["forward ms"] = 1e3 * forward_s(stage, model, rows, 1 + drafts)
         else:
-            figures |= step_figures(stage, engine, rows, drafts)
+            figures |= step_figures(stage, engine, rows, drafts, what)
         point = stage.point({"rows": rows, "drafts": drafts}, **figures)
-        if "forward ms" in point and "step ms" in point:
-            point["x forward"] = point["step ms"] / point["forward ms"]
+        if what == ways[0] and "forward ms" in point:
+            point["x forward"] = point[f"{what} ms"] / point["forward ms"]
         return ", ".join(f"{name} {cell(value)}" for name, value in figures.items())
 
-    stage.each(itertools.product(settings.rows, settings.drafts, ("forward", "step")), measure)
+    stage.each(itertools.product(settings.rows, settings.drafts, ("forward", *ways)), measure)
 
 
 def target_model(settings: Settings) -> RaggedModel:
@@ -56,15 +60,21 @@ def hf_engine(settings: Settings, model: RaggedModel) -> HfEngine:
     return HfEngine(model, (), settings.target_prompt + _OUTPUT, max(settings.rows), STEP_TOKENS)
 
 
-def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int) -> dict[str, float | None]:
+def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int, way: str) -> dict[str, float | None]:
     """Milliseconds of a step in which `rows` requests decode, and of these exposed ones: the GPU is idle."""
     step = functools.partial(step_at_random, engine, drafts, np.random.default_rng(rows))
     begin_decoding(engine, stage.settings, rows)
-    ms, busy_s = 1e3 * stage.median_s(step), stage.kernels(step).busy_s
-    for row in range(rows):
-        engine.remove(row)
-    engine.reset_prefix_cache()
-    return {"step ms": ms, "exposed ms": None if busy_s is None else ms - 1e3 * busy_s}
+    captured = engine._decode
+    if way == "eager":
+        engine._decode = None
+    try:
+        ms, busy_s = 1e3 * stage.median_s(step), stage.kernels(step).busy_s
+    finally:
+        engine._decode = captured
+        for row in range(rows):
+            engine.remove(row)
+        engine.reset_prefix_cache()
+    return {f"{way} ms": ms, f"{way} exposed ms": None if busy_s is None else ms - 1e3 * busy_s}
 
 
 def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:

@@ -19,7 +19,10 @@ from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
 from specactor_ray.bench.gpu_check.vllm import Oracle, pattern
 from specactor_ray.core.errors import InputError, UserError
+from specactor_ray.draft import model
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target import hf
+from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.fakes.tiny_check import TINY_CHECK
 from tests.unit.target.test_vllm_settings import installed
@@ -49,8 +52,28 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     assert [(*point,) for point in points["drafting"]] == [("rows", *columns)] * 2
     assert [(p["rows"], p["drafts"]) for p in points["target"]] == [(1, 0), (1, 2), (4, 0), (4, 2)]
     for point in points["target"]:
-        assert point["x forward"] == point["step ms"] / point["forward ms"] and point["exposed ms"] is None
+        assert point["x forward"] == point["eager ms"] / point["forward ms"] and point["eager exposed ms"] is None
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
+
+
+def test_captured_steps_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturers = list[FakeCapturer]()
+
+    def capturer_for(device: torch.device) -> FakeCapturer:
+        capturers.append(FakeCapturer())
+        return capturers[-1]
+
+    monkeypatch.setattr(stage, "_ENOUGH_S", 0.0)
+    for module in (hf, model):
+        monkeypatch.setattr(module, "capturer_for", capturer_for)
+    report = run_check(TINY_CHECK._replace(rows=(2,)), ["target", "drafting"], tmp_path / "check.json", math.inf)
+    assert report["status"] == "complete", report
+    for point in report["stages"]["target"]["points"]:
+        assert point["x forward"] == point["graph ms"] / point["forward ms"] and point["eager ms"] > 0
+    (point,) = report["stages"]["drafting"]["points"]
+    ways = [name.split()[0].rstrip(",") for name in point if name != "rows"]
+    assert ways == ["graph"] * 5 + ["eager"] * 5
+    assert len(capturers) == 2 and all(one.launches >= 8 for one in capturers)
 
 
 def test_an_engine_sleeps_and_decodes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
