@@ -31,6 +31,7 @@ def test_a_check_captures_graphs_and_measures_every_stage(tmp_path: Path) -> Non
         assert point["row alone"] == 0.0
     points = stages["drafting"]["points"]
     assert len(points) == 2 and all(point["eager x1 ms"] > 0 and point["graph x8 ms"] > 0 for point in points)
-    assert len(stages["target"]["points"]) == 4
+    assert len(stages["target"]["points"]) == len(stages["flips"]["points"]) == 4
+    assert not any(point["invariant flips"] for point in stages["flips"]["points"])
     for point in stages["target"]["points"]:
         assert point["forward ms"] > 0 and point["graph exposed ms"] is not None and point["eager ms"] > 0

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import drafting, measurements, memory, target, vllm
+from specactor_ray.bench.gpu_check import drafting, flips, measurements, memory, target, vllm
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
@@ -33,6 +33,7 @@ STAGES: Mapping[str, Callable[[Stage], None]] = {
     "vllm": vllm.measure_vllm,
     "target": target.measure_target,
     "drafting": drafting.measure_drafting,
+    "flips": flips.measure_flips,
     "sleep": memory.measure_sleep,
     "weights": memory.measure_weights,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, measurements, memory, stage
+from specactor_ray.bench.gpu_check import command, flips, measurements, memory, stage
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
 from specactor_ray.bench.gpu_check.vllm import Oracle, pattern
 from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.draft import model
+from specactor_ray.models import ragged_model
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target import hf
 from tests.fakes.capturer import FakeCapturer
@@ -53,6 +55,9 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     assert [(p["rows"], p["drafts"]) for p in points["target"]] == [(1, 0), (1, 2), (4, 0), (4, 2)]
     for point in points["target"]:
         assert point["x forward"] == point["eager ms"] / point["forward ms"] and point["eager exposed ms"] is None
+    for point in points["flips"]:
+        assert (point["usual flips"], point["invariant flips"]) == (0, 0)  # a dense model in float32 on a CPU
+        assert point["usual tokens"] == 15 * 4 and point["price ms"] == point["invariant ms"] - point["usual ms"]
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
 
 
@@ -191,6 +196,25 @@ def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyP
     found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
     assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
     assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
+
+
+def test_tokens_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits with errors that are functions of the number of tokens in a forward."""
+    forward = RaggedModel.forward
+
+    def shifted(self: RaggedModel, rows: Any, counts: Any, tokens: Any, kept: Any) -> Any:
+        output = forward(self, rows, counts, tokens, kept)
+        noise = torch.randn(self.vocab_size, generator=torch.Generator().manual_seed(len(tokens)))
+        return replace(output, logits=output.logits + 0.2 * noise) if len(tokens) < 20 else output
+
+    stage = Stage("stage", TINY_CHECK, now=HandClock(tick_s=0.001).now)
+    monkeypatch.setattr(ragged_model, "prove", lambda *_: None)
+    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)
+    monkeypatch.setattr(RaggedModel, "forward", shifted)
+    stage.run(flips.measure_flips)
+    assert stage.entry["status"] == "failed" and "with batch-invariant kernels: {'rows': 1" in stage.entry["error"]
+    found = {(point["rows"], point["drafts"]): point["usual flips"] for point in stage.entry["points"]}
+    assert found.pop((4, 0)) == 0 and all(10 < value < 800 for value in found.values())  # as it was decoded
 
 
 def test_a_gpu_is_busy_where_kernels_overlap_once(monkeypatch: pytest.MonkeyPatch) -> None:
