@@ -167,8 +167,6 @@ class VerlServer:
     def __init__(self, rollout: Any, model_path: str, trust_remote_code: bool, replica_rank: int, sleeps: bool) -> None:
         self._settings, self._model = rollout, (model_path, trust_remote_code)
         self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
-        self._rejects = False
-        """Requests are refused during a pause."""
 
     async def start(self) -> str:
         """Start the rollout; returns the name of its run."""
@@ -194,7 +192,7 @@ class VerlServer:
         for name, value in others.items():
             if value is not None and value not in ([], {}, ()):
                 raise InputError(f"verl: {name} is not available with rollout.name={NAME}; rollouts are of text only")
-        if self._rejects and self._control.is_paused:
+        if self._control.is_rejecting:
             step = self._control.labels.get(self._rollout.weight_version)
             return _token_output([], None, "aborted", {"global_steps": step})
         await self._control.ready()
@@ -216,9 +214,8 @@ class VerlServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
-        self._rejects = reject_request
         names = [handle.request_id for handle in self._rollout.engine.running()]
-        await self._control.pause(WeightPolicy.ABORT)
+        await self._control.pause(WeightPolicy.ABORT, reject_request)
         return {"aborted_count": len(names), "request_ids": names}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
@@ -228,7 +225,6 @@ class VerlServer:
 
     async def resume_generation(self) -> None:
         """Allow requests to begin again."""
-        self._rejects = False
         self._control.resume()
 
     async def sleep(self) -> None:

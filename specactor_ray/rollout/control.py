@@ -29,6 +29,8 @@ class Control:
         self._rollout, self._engine = rollout, rollout.engine
         self.is_asleep = False
         """The verifiers have no memory until `wake`."""
+        self.is_rejecting = False
+        """A pause rejects new requests; otherwise they wait."""
         self.labels: dict[int, Any] = {}
         """Version of the weights → the trainer's name for it."""
         self._paused, self._resumed = asyncio.Event(), asyncio.Event()
@@ -42,13 +44,14 @@ class Control:
         """Whether requests wait until `resume`."""
         return self._paused.is_set()
 
-    async def pause(self, policy: WeightPolicy) -> None:
-        """Hold new requests until `resume`. `abort` ends present requests with their committed tokens, `wait` lets
+    async def pause(self, policy: WeightPolicy, rejects: bool = False) -> None:
+        """Hold new requests until `resume`; servers reject them instead if `rejects`. `abort` ends present requests with their committed tokens, `wait` lets
         running ones end, `keep` lets them continue after `resume`. Returns when no request runs, or at `resume`.
         Idempotent; the policy of each call applies to the requests that run at that time."""
         drained = asyncio.wrap_future(self._engine.pause(policy))
         if self.is_paused:
             self._engine.resume()  # several pauses count as one
+        self.is_rejecting = rejects
         self._paused.set()
         self._resumed.clear()
         if policy is WeightPolicy.ABORT:
@@ -58,6 +61,7 @@ class Control:
     def resume(self) -> None:
         """End the pause, if there is one."""
         if self.is_paused:
+            self.is_rejecting = False
             self._paused.clear()
             self._resumed.set()
             self._engine.resume()

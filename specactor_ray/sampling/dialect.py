@@ -58,7 +58,12 @@ UNAVAILABLE: Mapping[str, Option] = {
     "extra_args": Option(({},), _FORM),
     "chat_template": Option((), "templates are programs; the model's is used"),
     "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
-    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((), _TEXT)),
+    "truncation_side": Option(("left", "right"), "a prompt that is too long fails alone"),
+    "thinking_token_budget": Option((-1,), _LOGITS),
+    **dict.fromkeys(("watermarking", "repetition_detection"), Option((False,), _CONTEXT)),
+    "logprob_token_ids": Option(([],), "log-probabilities have one form"),
+    "routed_experts_prompt_start": Option((0,), "routed experts are not recorded"),
+    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data", "prompt_embeds"), Option((), _TEXT)),
 }
 """Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
 

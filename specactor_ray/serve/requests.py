@@ -10,12 +10,12 @@ import logging
 import re
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -166,9 +166,15 @@ def _label(value: Any) -> Any:
     return str(value) if type(value) is int and value >= 0 else value
 
 
-Integer = Annotated[int, Field(strict=True)]
-"""Not a boolean."""
-Real = Annotated[float, Field(strict=True)]
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a boolean")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+"""A whole number, or text of one, as in vLLM; no boolean."""
+Real = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str | None, Field(max_length=_MOST_CHARACTERS)]
 Directory = Annotated[str, AfterValidator(_directory)]
 Label = Annotated[str, BeforeValidator(_label), Field(min_length=1, max_length=_MOST_CHARACTERS)]
@@ -200,7 +206,23 @@ class StreamOptions(JsonObject):
     include_usage: bool | None = None
 
 
-class RequestBody(JsonObject):
+class IgnoredBody(JsonObject):
+    """Fields of vLLM's requests without effect: prefixes are never shared between versions of the weights, which every
+    answer reports; what has arrived is one chunk of a stream; prompts are of text."""
+
+    user: Text = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    stream_interval: Annotated[Integer | None, Field(ge=1)] = None
+    parallel_tool_calls: bool | None = None
+    return_weight_versions: bool | None = None
+    return_token_offsets: bool | None = None
+    return_mm_kwargs: bool | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+
+
+class RequestBody(IgnoredBody):
     """Fields of OpenAI's and vLLM's requests that do not concern sampling."""
 
     model: Text = None
@@ -208,7 +230,14 @@ class RequestBody(JsonObject):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     request_id: Text = None
+    session: Text = None
+    session_id: Text = None
+    """vLLM's name of `session`."""
     priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
+
+    def session_of(self, headers: Mapping[str, str]) -> str | None:
+        """The session that the body, or else a header, names."""
+        return self.session or self.session_id or headers.get("x-session-id")
 
 
 class SamplingBody(RequestBody):
@@ -223,11 +252,13 @@ class SamplingBody(RequestBody):
     stop: str | list[str] | None = None
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     first_position: Integer | None = None
-    prompt_logprobs: Integer | bool | None = None
+    prompt_logprobs: StrictInt | StrictBool | None = None
     return_tokens_as_token_ids: bool | None = None
     first_prompt: Integer | None = None
-    session: Text = None
 
 
 class TextBody(JsonObject):
@@ -258,11 +289,11 @@ class TemplateBody(TextBody):
 OPENAI = Dialect(
     known=(*FIELDS, "n", "skip_special_tokens", "first_prompt"),
     ignored=(
-        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
-        *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
-        *("return_token_ids", "return_tokens_as_token_ids", "parallel_tool_calls", "kv_transfer_params", "verbosity"),
-        "return_weight_versions",
+        *RequestBody.model_fields,
+        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("output_kind", "return_tokens_as_token_ids", "verbosity"),
     ),
+    neutral={"seed": (-1,)},
 )
 """Fields of OpenAI's and vLLM's requests."""
 

@@ -183,7 +183,9 @@ class Service:
         `name` is that of the request, for `Control.abort`; session and priority are as in `Engine.submit`.
         """
         if self.control.is_asleep:
-            raise Refusal("the server sleeps; POST /wake_up first", 503)
+            raise Refusal("engine_paused: the server sleeps; POST /wake_up first", 503)
+        if self.control.is_rejecting:
+            raise Refusal("engine_paused: POST /resume first, or repeat the request later", 503)
         self._require_not_cut_off()
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")

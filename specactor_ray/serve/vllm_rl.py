@@ -38,6 +38,7 @@ _NO_ADAPTERS = f"adapters are not served; merge them into the weights, and {_BY_
 _ABSENT = {
     **dict.fromkeys(("/init_weight_transfer_engine", "/collective_rpc", "/fetch_weights"), _BY_DIRECTORY),
     **dict.fromkeys(("/init_broadcaster", "/init_weights_update_group", "/pull_weights"), _BY_DIRECTORY),
+    **dict.fromkeys(("/shutdown_weight_transfer_engine", "/start_draft_weight_update"), _BY_DIRECTORY),
     **dict.fromkeys(("/update_weights_from_tensor", "/update_weights_from_distributed"), _BY_DIRECTORY),
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"), _NO_ADAPTERS),
 }
@@ -46,14 +47,18 @@ _SAMPLING = Dialect(
     known=OPENAI.known,
     ignored=(
         *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
-        *("flat_logprobs", "output_kind"),
+        *("flat_logprobs", "output_kind", "stream_interval", "skip_reading_prefix_cache"),
     ),
-    neutral={"min_tokens": (1,), "extra_args": tuple({"prl_compact_logprobs": one} for one in (True, False))},
+    neutral={
+        **OPENAI.neutral,
+        "min_tokens": (1,),
+        "extra_args": tuple({"prl_compact_logprobs": one} for one in (True, False)),
+    },
 )
 """Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token cannot end the output. `extra_args`
 has prime-rl's form of log-probabilities."""
-_IGNORED = (*("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt", "return_weight_versions"),)
-"""Fields of a request that change no token: prefixes are never shared between versions of the weights."""
+_IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "parse_context")
+"""Fields of a request that change no token id."""
 
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
 router = APIRouter(route_class=JsonRoute)
@@ -76,8 +81,7 @@ class VllmGenerateBody(RequestBody):
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
-    output_mode: Literal["tokens", "derender"] | None = None
-    """Both return token ids; `derender` names a client that decodes them itself."""
+    output_mode: Literal["tokens"] | None = None
 
 
 @router.post("/inference/v1/generate")
@@ -91,9 +95,8 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     if given.get("logprobs") == 1:  # trainers send it to get the sampled token's
         given = {**given, "logprobs": 0}
     wanted = service.wanted(given, _SAMPLING)
-    headers = request.headers
-    name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
-    form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
+    name = body.request_id or request.headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
+    form, session = VllmForm(service, body, wanted, name), body.session_of(request.headers)
     return await answer(request, form, stream=False, name=name, session=session, priority=body.priority)
 
 
@@ -103,12 +106,11 @@ class VllmForm(Form):
     def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
         super().__init__(service, [body.token_ids], wanted)
         self._name, self._prompt_ids = name, body.token_ids if body.return_token_ids else None
-        self._mode = body.output_mode or "tokens"
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         return {
             "request_id": self._name,
-            "output_mode": self._mode,
+            "output_mode": "tokens",
             "model": self.service.model,
             "choices": list(map(self._choice, parts)),
             "usage": self.usage(part.output for part in parts),
@@ -149,7 +151,7 @@ def _named(token_id: int, logprob: float) -> dict[str, Any]:
 
 @router.get("/is_paused")
 async def is_paused(service: Serving) -> dict[str, bool]:
-    """Whether new requests wait for `/resume`."""
+    """Whether new requests wait for `/resume`, or get 503."""
     return {"is_paused": service.control.is_paused}
 
 
@@ -183,8 +185,9 @@ async def load(service: Serving) -> dict[str, int]:
 
 @router.post("/pause")
 async def pause(service: Serving, mode: Mode = "abort") -> dict[str, str]:
-    """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
-    await service.control.pause(WeightPolicy(mode))
+    """Pause until `/resume`; with `keep` new requests wait, else they get 503. Cached prefixes belong to a weight version
+    and need no clearing."""
+    await service.control.pause(WeightPolicy(mode), rejects=mode != "keep")
     return {"status": "paused"}
 
 
@@ -194,6 +197,15 @@ async def resume(service: Serving) -> dict[str, str]:
     """End the pause."""
     service.control.resume()
     return {"status": "resumed"}
+
+
+@router.post("/abort_requests")
+async def abort_requests(
+    service: Serving, request_ids: Annotated[list[str] | None, Body(embed=True)] = None
+) -> dict[str, Any]:
+    """Abort the requests with these names, or all."""
+    ended = [await service.control.abort(name) for name in request_ids or [None]]
+    return {"status": "aborted", "aborted": sum(map(len, ended))}
 
 
 @router.post("/finish_session")
@@ -260,6 +272,7 @@ async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=Tru
 
 
 @router.get("/get_weight_version")
+@router.get("/weight_info")
 async def weight_info(service: Serving) -> dict[str, str]:
     """The name of the present weights."""
     return {"weight_version": service.control.label}

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 PROMPTS = [list(one) for one in tiny_prompt_ids(3)]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=11)
 LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
+TOO_LONG = {"token_ids": [1] * 10_000, "sampling_params": {}}
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +232,10 @@ class TestPauses:
             return await outputs
 
         with httpx.Client(base_url=server.url, timeout=200) as another:
-            for mode in ("keep", "wait", "keep", "abort"):
+            for mode in ("keep", "wait", "abort", "keep"):
                 sent(another, "/pause", mode=mode)
+                refused = another.post("/inference/v1/generate", json=TOO_LONG).status_code
+                assert refused == (400 if mode == "keep" else 503), "only `keep` lets requests wait"
             assert background(server, work) == truth["old"]
             sent(another, "/resume")
             assert generated(client) == truth["old"]

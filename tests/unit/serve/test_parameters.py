@@ -10,7 +10,7 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.serve.requests import Refusal, refusal_of, wanted_of
-from tests.fakes.scripted_engine import post
+from tests.fakes.scripted_engine import ScriptedEngine, post
 
 DEFAULT = SamplingParams(temperature=0.7, max_tokens=16, seed=1)
 
@@ -91,6 +91,10 @@ NEUTRAL: list[dict[str, Any]] = [
     {"return_prompt_text": False},
     {"skip_special_tokens": True},
     {"skip_special_tokens": False},
+    {"skip_special_tokens": None},
+    {"mm_payload": "none", "return_token_offsets": True},
+    {"routed_experts_prompt_start": 0, "thinking_token_budget": -1, "truncation_side": "left"},
+    {"stream_interval": 4, "session_id": "a", "seed": -1},
     {"add_special_tokens": True},
     {"echo": False},
     {"suffix": ""},
@@ -107,10 +111,26 @@ def test_neutral_values_of_vllms_fields_pass(given: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **given}
     assert post("/v1/chat/completions", body).status_code == 200
     if "return_weight_versions" in given:
-        for mode in ("tokens", "derender"):
-            body = {"token_ids": [1], "sampling_params": {}, "output_mode": mode, **given}
-            answer = post("/inference/v1/generate", body)
-            assert answer.status_code == 200 and answer.json()["output_mode"] == mode
+        answer = post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}, **given})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["weight_versions"]
+
+
+def test_numbers_may_be_texts_as_in_vllm() -> None:
+    engine = ScriptedEngine()
+    given = {"max_tokens": "3", "temperature": "0.5", "top_k": 4.0, "seed": "7", "n": 2.0, "ignore_eos": "yes"}
+    assert post("/v1/completions", {"prompt": [1], **given}, engine).status_code == 200
+    samples = [sampling for _, sampling, _ in engine.submitted]
+    assert [(one.max_tokens, one.temperature, one.top_k, one.ignore_eos) for one in samples] == [(3, 0.5, 4, True)] * 2
+    for name in ("max_tokens", "temperature", "top_k", "seed", "n", "priority", "logprobs"):
+        assert post("/v1/completions", {"prompt": [1], name: True}).status_code == 400
+
+
+def test_seed_minus_one_is_no_seed() -> None:
+    for path, body in (("/v1/completions", {"prompt": [1]}), ("/inference/v1/generate", {"token_ids": [1]})):
+        engine, given = ScriptedEngine(), {"seed": -1}
+        sent = body | (given if path == "/v1/completions" else {"sampling_params": given})
+        assert post(path, sent, engine).status_code == 200
+        assert engine.submitted[0][1].seed > 0
 
 
 @pytest.mark.parametrize("name", ["include_reasoning", "enable_thinking", "do_sample"])
@@ -120,7 +140,19 @@ def test_false_that_would_change_the_answer_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"reasoning_effort": "low"}, {"modalities": ["audio"]}, {"suffix": "x"}, {"stop_token_ids": [1 << 20]}],
+    [
+        *({name: value} for name in ("watermarking", "return_prompt_text") for value in (True, 1)),
+        *({name: ["a"]} for name in ("user", "cache_salt", "kv_transfer_params", "return_weight_versions")),
+        *({"prompt_logprobs": value} for value in (5, "1", "yes", 2.5)),
+        *({name: "x"} for name in ("stream", "ignore_eos", "skip_special_tokens", "max_tokens", "temperature")),
+        {"thinking_token_budget": 8},
+        {"routed_experts_prompt_start": 1},
+        {"logprob_token_ids": [1]},
+        {"reasoning_effort": "low"},
+        {"modalities": ["audio"]},
+        {"suffix": "x"},
+        {"stop_token_ids": [1 << 20]},
+    ],
     ids=str,
 )
 def test_what_is_not_done_is_refused_by_name(given: dict[str, Any]) -> None:

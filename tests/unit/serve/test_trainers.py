@@ -43,6 +43,21 @@ class TestTokens:
         assert first == {"token": "token_id:14", "token_id": 14, "logprob": -0.5, "top_logprobs": []}
         assert post(TOKENS, tokens([1], max_tokens=2)).json()["choices"][0]["logprobs"] is None
 
+    @pytest.mark.parametrize(
+        ("given", "header", "session"),
+        [
+            ({}, "h", "h"),
+            ({"session_id": "i"}, "h", "i"),
+            ({"session_id": "i", "session": "s"}, "", "s"),
+            ({}, "", None),
+        ],
+    )
+    def test_sessions_have_vllms_names(self, given: dict[str, str], header: str, session: str | None) -> None:
+        for path, body in ((TOKENS, tokens([5], max_tokens=1)), ("/v1/completions", {"prompt": [5], "max_tokens": 1})):
+            engine = ScriptedEngine()
+            assert post(path, body | given, engine, headers={"X-Session-ID": header} if header else {}).is_success
+            assert engine.submitted[0][2]["session"] == session
+
     def test_session_and_priority_reach_the_engine(self) -> None:
         engine = ScriptedEngine()
         body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2, "request_id": "r"}
@@ -53,7 +68,7 @@ class TestTokens:
 REFUSED: list[tuple[str, Any, str]] = [
     *[(TOKENS, tokens([1], **given), name) for given in SAMPLING for name in given],
     *[(GENERATE, ids([1], **given), name) for given in SAMPLING for name in given],
-    (TOKENS, tokens([1]) | {"output_mode": "text"}, "output_mode"),
+    *[(TOKENS, tokens([1]) | {"output_mode": mode}, "output_mode") for mode in ("text", "derender")],
     (TOKENS, tokens([1]) | {"stream": True}, "stream"),
     (TOKENS, tokens([1]) | {"features": {"mm_hashes": {}}}, "features"),
     (TOKENS, tokens([]), "prompt"),
@@ -68,7 +83,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     (GENERATE, ids([1]) | {"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
     ("/init_weight_transfer_engine", {"anything": [1]}, "/init_weight_transfer_engine is not available: weights come"),
     ("/v1/load_lora_adapter", {}, "/v1/load_lora_adapter is not available: adapters are not served; merge"),
+    *[(path, {}, f"{path} is not available") for path in ("/start_draft_weight_update", "/fetch_weights")],
     ("/pause?mode=later", None, "mode"),
+    ("/abort_requests", {"request_ids": "b"}, "request_ids"),
     ("/sleep?level=0", None, "level"),
     ("/pause_generation", {"mode": "later"}, "mode"),
     ("/update_weights", {}, "weight_dir"),
@@ -165,7 +182,9 @@ def test_loads_and_aborts() -> None:
         for path, body, left in (
             ("/abort_request", {"rid": "another"}, 2),
             ("/abort_request", {"rid": "a"}, 1),
-            ("/abort_request", {"rid": "b"}, 0),
+            ("/abort_requests", {"request_ids": ["c", "d"]}, 1),
+            ("/abort_requests", {"request_ids": ["c", "b"]}, 0),
+            ("/abort_requests", {}, 0),
         ):
             assert (await client.post(path, json=body)).is_success
             (load,) = (await client.get("/v1/loads?include=core")).json()["loads"]
@@ -194,6 +213,34 @@ class PausedEngine(ScriptedEngine):
 
     def resume(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_rejects_requests_or_lets_them_wait(mode: str) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": [1]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        TOKENS: tokens([1]),
+        GENERATE: ids([1]),
+    }
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            assert (await client.post(f"/pause?mode={mode}")).is_success
+            for path, body in bodies.items():
+                answer = await client.post(path, json=body)
+                assert answer.status_code == (200 if mode == "keep" else 503), "as in vLLM 0.33"
+                if mode != "keep":
+                    error = answer.json()["error"]
+                    assert error["code"] == 503 and error["message"].startswith("engine_paused: ")
+                    assert answer.headers["Retry-After"] == "1"
+            assert (await client.post("/resume")).is_success
+            assert (await client.post(TOKENS, json=tokens([1]))).is_success
+        assert (await client.post(f"/pause?mode={mode}")).is_success
+        assert (await client.post("/pause_generation", json={})).is_success
+        assert (await client.post(GENERATE, json=ids([1]))).is_success, "the last pause counts; SGLang's lets all wait"
+
+    on(make_service(PausedEngine()), work)
 
 
 def test_state_in_vllms_form() -> None:
