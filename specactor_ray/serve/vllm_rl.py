@@ -185,8 +185,8 @@ async def load(service: Serving) -> dict[str, int]:
 
 @router.post("/pause")
 async def pause(service: Serving, mode: Mode = "abort") -> dict[str, str]:
-    """Pause until `/resume`; with `keep` new requests wait, else they get 503. Cached prefixes belong to a weight version
-    and need no clearing."""
+    """Pause until `/resume`; with `keep` new requests wait, else they get 503. Cached prefixes need no clearing: they
+    belong to a weight version."""
     await service.control.pause(WeightPolicy(mode), rejects=mode != "keep")
     return {"status": "paused"}
 
