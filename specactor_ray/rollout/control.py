@@ -45,7 +45,7 @@ class Control:
         return self._paused.is_set()
 
     async def pause(self, policy: WeightPolicy, rejects: bool = False) -> None:
-        """Hold new requests until `resume`; servers reject them instead if `rejects`. `abort` ends present requests with
+        """Hold new requests until `resume`; servers reject them instead if `rejects`. `abort` ends present ones with
         their committed tokens, `wait` lets running ones end, `keep` lets them continue after `resume`. Returns when no
         request runs, or at `resume`. Idempotent; the policy of each call applies to the requests that run at that time,
         and the last one decides about new requests."""
