@@ -204,7 +204,8 @@ async def abort_requests(
     service: Serving, request_ids: Annotated[list[str] | None, Body(embed=True)] = None
 ) -> dict[str, Any]:
     """Abort the requests with these names, or all."""
-    ended = [await service.control.abort(name) for name in request_ids or [None]]
+    names: Sequence[str | None] = request_ids or (None,)
+    ended = [await service.control.abort(name) for name in names]
     return {"status": "aborted", "aborted": sum(map(len, ended))}
 
 
