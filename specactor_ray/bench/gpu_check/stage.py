@@ -142,6 +142,7 @@ class Stage:
         """Measure the stage; a failure is recorded, so that other stages follow."""
         begin, error = self.now(), ""
         try:
+            self._require_time()
             measure(self)
         except OutOfTime:
             self.entry["not_measured"].append("the rest: no time was left")
@@ -175,6 +176,7 @@ class Stage:
             self.entry.update(entry)
             self.changed(line)
 
+        self._require_time()
         copy = Stage(self.name, self.settings, self.deadline)
         copy.entry = self.entry
         if not run_in_child(_measure, (copy, measure, args), f"gpu-check {self.name}", show):
@@ -191,11 +193,15 @@ class Stage:
                 self.entry["not_measured"].append(f"{name}: {line}")
             self.changed(f"{self.name}, {name}: {line}")
 
+    def _require_time(self) -> float:
+        """The time. Raises OutOfTime after the deadline."""
+        if (now := self.now()) > self.deadline:
+            raise OutOfTime
+        return now
+
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of a call, to the end of its work on the device. Raises OutOfTime if the time was up before."""
-        begin = self.now()
-        if begin > self.deadline:
-            raise OutOfTime
+        begin = self._require_time()
         call()
         if self.settings.device == "cuda":
             torch.cuda.synchronize()

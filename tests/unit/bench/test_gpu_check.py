@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, flips, measurements, memory, stage
+from specactor_ray.bench.gpu_check import command, drafting, flips, measurements, memory, stage, target
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
@@ -108,6 +108,14 @@ def test_oracle_drafts_are_right_where_the_pattern_says(accept: float) -> None:
     assert ((drafts.tokens == known[places]) == right[places]).all() and drafts.tokens.max() < 512
 
 
+def test_a_stage_that_is_too_late_makes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (drafting, memory, target):
+        monkeypatch.delattr(module, "random_model")
+    monkeypatch.delattr(flips, "random_weights")
+    report = run_check(TINY_CHECK, list(STAGES), tmp_path / "check.json", -1.0)
+    assert {entry["status"] for entry in report["stages"].values()} == {"partial"}, report
+
+
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
     path, late = tmp_path / "check.json", -1.0
     assert run_check(TINY_CHECK, ["hardware"], path, late)["status"] == "partial"
@@ -178,6 +186,7 @@ def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured(
         stage.entry["figures"]["half"] = 1
         raise RuntimeError("no kernel image\nlong story\nat line 3")
 
+    stage = Stage("stage", TINY_CHECK, math.inf)
     stage.run(fails)
     assert (stage.entry["status"], stage.entry["error"]) == ("failed", "RuntimeError: no kernel image")
     assert stage.entry["figures"] == {"half": 1} and "at line 3" in stage.entry["traceback"]
