@@ -30,6 +30,7 @@ from tests.fakes.capturer import FakeCapturer
 from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
 from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
+from tests.unit.models import test_captured
 from tests.unit.models.test_ragged_attention import load
 from tests.unit.target import test_hf_engine
 
@@ -192,5 +193,33 @@ def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch:
     monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
     with attending(attend_on_gpu):
         device = FakeCapturer()
-        assert history(make(cache_bytes=8 << 20, capturer=device), 4) == wanted
+        assert history(make(cache_bytes=8 << 20, capturer=device, max_batch=6), 4) == wanted
     assert device.captures and device.launches > device.fetches
+
+
+def linear_by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product whose bits do not depend on the number of rows."""
+    rows = [torch.mv(weight, row) for row in x.reshape(-1, x.shape[-1])]
+    product = torch.stack(rows).view(*x.shape[:-1], len(weight))
+    return product if bias is None else product + bias
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 4}, {"max_batch": 13, "max_step_tokens": 64}])
+def test_padding_changes_no_bit_of_a_row(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps of the engine, captured and eager: empty rows, tokens of no row, a table with more pages, a cache
+    that holds what the memory held before. States are those of all layers, log-probabilities those of the logits."""
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
+    monkeypatch.setattr(ragged_model, "can_pack", lambda *_: False)
+    monkeypatch.setattr(torch.nn.functional, "linear", linear_by_rows)
+    with attending(attend_on_gpu):
+        engines, device = list[Any](), FakeCapturer()
+        for capturer in (device, None):
+            options = {"hidden_layers": range(4), "cache_bytes": 8 << 20, "record_margins": True, **limits}
+            engines.append(test_hf_engine.raw(capturer=capturer, **options))
+            for pool in engines[-1]._model.cache._pools:
+                pool.fill_(float("nan"))
+        ours, theirs = (test_captured.Turns(engine, 4) for engine in engines)
+        # Multiples of four tokens: functions of the CPU round differently behind the last whole vector.
+        for turn, mix in enumerate(([0, 0, 0, 0], [1, 0, 4, 3], [0, 9, 0, 3], [2, 2, 2, 2])):
+            assert test_captured.equal(ours.step(mix), theirs.step(mix)), turn
+    assert device.launches == 4

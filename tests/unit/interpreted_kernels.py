@@ -17,10 +17,12 @@ from triton.runtime import interpreter
 
 from specactor_ray.bench.gpu_check.measurements import measure_triton
 from specactor_ray.bench.gpu_check.stage import Stage
+from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
+from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
 from tests.fakes.tiny_check import TINY_CHECK
 from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
@@ -159,6 +161,31 @@ def test_rows_are_those_of_the_numba_form(small_blocks: None, filtered: bool, ba
         rows, wrong = rows + compared, wrong + found
     assert not wrong
     assert rows >= least
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_captured_step_finds_what_the_step_finds(small_blocks: None, filtered: bool) -> None:
+    """More requests than there are, more columns than the tails need, rules in a tensor that others write."""
+    for x, offsets, tails, params, positions, margins in random_batches(np.random.default_rng(5), 2, [300], filtered):
+        n, more, longest, lengths = len(offsets), 3, 6, [len(tail) for tail in tails]
+        rules, words = Rules(n, x.device), torch.zeros(n + more, 5, dtype=torch.int64)
+        rules.write(range(n), params, [0] * n)
+        arrays = np.array(offsets), begins(np.array(lengths)), np.array([v for tail in tails for v in tail], np.int64)
+        at, ranks = (np.array(positions), np.arange(n)), 1 + margins
+        want = verify_arrays(x, *arrays, *at, rules, ranks, backend="triton")
+        words[:n] = rules.words
+        firsts, ends = torch.zeros(n + more, dtype=torch.int64), torch.full((n + more + 1,), int(sum(lengths)))
+        firsts[:n], ends[: n + 1] = torch.tensor(offsets), torch.from_numpy(arrays[1])
+        places, drafts = torch.zeros(n + more, dtype=torch.int64), torch.zeros(40, dtype=torch.int64)
+        places[:n], drafts[: sum(lengths)] = torch.tensor(positions), torch.from_numpy(arrays[2])
+        slots = torch.arange(n + more)
+        packed = fused.verify(x, firsts, ends, drafts, longest, places, slots, Rules.over(words), ranks)
+        found = Found(packed[:n].numpy())
+        assert np.array_equal(found.counts, want.counts) and np.array_equal(found.statuses, want.statuses)
+        counted = np.arange(want.width) < want.counts[:, None]
+        for kind in ("tokens", "logprobs", *["margins"] * margins):
+            ours, theirs = getattr(found, kind)[:, : want.width], getattr(want, kind)
+            assert np.array_equal(ours[counted], theirs[counted], equal_nan=True), kind
 
 
 @pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 5, 100), (True, 2, 40)])
