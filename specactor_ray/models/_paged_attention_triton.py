@@ -26,7 +26,7 @@ from specactor_ray.models.cpu_attention import AttentionRules
 
 SPLIT = 512
 """Keys of a split."""
-_MOST_PARTIAL_BYTES = 64 << 20
+_MOST_PARTIAL_BYTES = 128 << 20
 """Most bytes of the results of splits in a layer. Above it each program reads all keys of its queries."""
 _LEAST_SHARED = 99 << 10
 """Bytes of shared memory per program on compute capability 8.6."""

@@ -104,15 +104,13 @@ class Captured:
         extras: Sequence[np.ndarray], run: Callable[[StaticBatch], object],
     ) -> None:  # fmt: skip
         self._cache, self._capturer, self._what, self._run = cache, capturer, what, run
-        row = cache.open(1) if cache.pages > 1 else None
-        scratch = 0 if row is None else int(cache.page_table(np.array([row]), np.ones(1))[0, 0])
-        self._sizes, self._unused = [] if row is None else sizes(rows, tokens), scratch * cache.page_size
+        self._row, self._sizes = cache.open(1) if cache.pages > 1 else None, sizes(rows, tokens)
+        self._unused = int(cache.page_table(np.array([self._row or 0]), np.ones(1))[0, 0]) * cache.page_size
         integers, halves = np.zeros((3, tokens), np.int64), np.zeros((2, rows + 1), np.int32)
-        pages = np.full((rows, -(-longest // cache.page_size)), scratch, np.int32)
+        pages = np.full((rows, -(-longest // cache.page_size)), self._unused // cache.page_size, np.int32)
         self._host = [*integers, halves[0], halves[1, :rows], np.zeros((rows, 5), np.int64), *extras, pages]
         """Tokens, sequence positions and slots `(N,)`; begin of each row's tokens `(R + 1,)`; keys and rules of each
         row; extras; pages, of which only those of the step's rows are copied."""
-        self._batches: list[StaticBatch] = []
         self.prepare()
 
     @torch.inference_mode()
@@ -122,6 +120,8 @@ class Captured:
         self._clear()
         try:
             self._buffer = torch.zeros(words, dtype=torch.int64, device=self._cache.device)
+            if self._row is None:
+                raise RuntimeError("the cache has a single page")
             views = self._send(len(self._host[-1]))
             self._batches = [StaticBatch(self._cache, views, self._unused, *size) for size in self._sizes]
             for batch in reversed(self._batches):

@@ -125,8 +125,14 @@ class HfEngine:
     ) -> None:
         self._model = model
         self.vocab_size = model.vocab_size
-        self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
         self.max_step_tokens = max(max_step_tokens, max_batch)
+        longest = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
+        warm_up(model.device, model.dtype, 1 + record_margins)
+        self._decode: _DecodeSteps | None = None
+        if (capturer := capturer or capturer_for(model.device)) is not None:
+            most = max_batch, self.max_step_tokens, longest
+            self._decode = _DecodeSteps(model, capturer, 1 + record_margins, *most)
+        self.max_model_len = min(longest, model.cache.free_slots)  # captured steps keep a page
         self.record_margins = record_margins
         self.weight_version, self.exports = 0, bool(model.cache.states.shape[1])
         self._asleep = False
@@ -134,11 +140,6 @@ class HfEngine:
         self._admission = Admission(self._rows, model.cache, max_batch)
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
-        warm_up(model.device, model.dtype, 1 + record_margins)
-        self._decode: _DecodeSteps | None = None
-        if (capturer := capturer or capturer_for(model.device)) is not None:
-            most = self.max_step_tokens, self.max_model_len
-            self._decode = _DecodeSteps(model, capturer, 1 + record_margins, max_batch, *most)
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:

@@ -13,6 +13,7 @@ import torch
 
 from specactor_ray.core import device as core_device
 from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import captured, ragged_attention, ragged_model
 from specactor_ray.models.captured import longest_tail, sizes
@@ -25,7 +26,7 @@ from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids
-from tests.unit.engine_conformance import Driver, answers, noisy_tails, requests
+from tests.unit.engine_conformance import Driver, answers, noisy_tails, requests, run
 from tests.unit.models.test_ragged_attention import NoKernel, Watch
 from tests.unit.target.test_hf_engine import load, raw
 
@@ -68,7 +69,7 @@ def equal(ours: StepResult, theirs: StepResult) -> bool:
     pairs = [(getattr(ours, name), getattr(theirs, name)) for name in ("rows", "lengths", "tokens", "accepted")]
     pairs += [(ours.logprobs, theirs.logprobs), (ours.margins, theirs.margins)]
     if theirs.states is not None:
-        pairs += [(ours.states.states, theirs.states.states), (ours.states.starts, theirs.states.starts)]
+        pairs += [(ours.states.states.cpu(), theirs.states.states.cpu()), (ours.states.starts, theirs.states.starts)]
     return all(a is b is None or np.array_equal(a, b) for a, b in pairs)
 
 
@@ -181,6 +182,21 @@ def test_a_device_that_cannot_capture_is_named_and_decodes_without() -> None:
     engine.sleep()
     engine.wake()
     assert not device.captures
+
+
+def test_the_page_of_the_steps_is_no_room_for_requests() -> None:
+    """A request that fills all other pages runs, and a longer one is refused."""
+    size = raw()._model.cache.bytes_per_token * 16
+    for pages, device in ((6, FakeCapturer()), (1, FakeCapturer())):
+        engine = Driver(raw(cache_bytes=size * pages, capturer=device))
+        assert engine.max_model_len == 16 * max(pages - 1, 1)
+        prompt = (5,) * (engine.max_model_len - 4)
+        engine.add(TargetRequest("whole", prompt, SamplingParams(1.0, max_tokens=50, ignore_eos=True)))
+        assert len(run(engine).tokens["whole"]) == 4
+        assert (device.launches > 0) == (pages > 1)
+        with pytest.raises(InputError, match="cache budget"):
+            engine.add(TargetRequest("long", (5,) * engine.max_model_len, SamplingParams()))
+    assert "Decoding runs without CUDA graphs: the cache has a single page" in fallbacks()
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:
