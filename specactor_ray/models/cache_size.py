@@ -18,6 +18,8 @@ BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
 """Engine → device → tokens of a block of its cache; attention kernels of vLLM may choose other sizes."""
 ROW_BYTES = 64
 """On CPUs a head's numbers begin at a multiple of so many bytes in the cache of `hf`."""
+STATES_UNDER_WAY = 4096
+"""Most positions whose hidden states are under way to a drafter, or wait in a hosted one."""
 _BLOCK = 256
 """Tokens of the largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92
@@ -104,12 +106,13 @@ def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> floa
 
 def beside_the_cache(target: TargetConfig) -> float:
     """Bytes of a rank on a GPU beside its cache: weights, logits (as computed and in float32) and activations of the
-    largest step, and a part that does not depend on the model."""
+    largest step, hidden states that drafters read on their way, and a part that does not depend on the model."""
     size, text = count_parameters(target.model, target.trust_remote_code)
     itemsize, hidden = itemsize_of(target), int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     per_position = int(text.vocab_size) * (itemsize + 4) + (8 * hidden + 2 * inner) * itemsize
-    return size * itemsize / target.tensor_parallel + target.max_step_tokens * per_position + _GPU_FIXED
+    states = (target.max_step_tokens + 2 * STATES_UNDER_WAY) * _state_bytes(target, text)
+    return size * itemsize / target.tensor_parallel + target.max_step_tokens * per_position + states + _GPU_FIXED
 
 
 def room_here(target: TargetConfig, hosted: float = 0.0) -> float:

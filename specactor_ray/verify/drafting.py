@@ -17,6 +17,7 @@ from specactor_ray.config.methods import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.models.cache_size import STATES_UNDER_WAY
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
 from specactor_ray.transport import inbox
@@ -27,8 +28,6 @@ from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.table import Acceptance, RequestTable
 
-_MOST_STATES = 4096
-"""Most positions whose hidden states are under way to a drafter, or wait there in this process."""
 StatesOf = Callable[[np.ndarray, np.ndarray, int], States]
 """`TargetEngine.states`."""
 
@@ -131,7 +130,7 @@ class DrafterSeat(Drafter):
         if not self.spec.traits.reads_features or self._states_of is None or not len(rows):
             return None
         streamed, unread = self._table.streamed[self.number], 0 if self._proposer is None else self._proposer.unread
-        states = self._states_of(rows, streamed[rows], max(_MOST_STATES - unread, 0))
+        states = self._states_of(rows, streamed[rows], max(STATES_UNDER_WAY - unread, 0))
         if not len(states.rows):
             return None
         streamed[states.rows] = states.starts + states.lengths

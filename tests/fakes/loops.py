@@ -36,10 +36,10 @@ EAGLE_LAYERS = (0, 1, 2)
 E = TypeVar("E", bound=EagleProposer)
 
 
-def ragged(folder: Any, hidden_layers: Sequence[int] = ()) -> RaggedModel:
+def ragged(folder: Any, hidden_layers: Sequence[int] = (), cache_bytes: int = 16 << 20) -> RaggedModel:
     from transformers import AutoModelForCausalLM
 
-    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20, hidden_layers)
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), cache_bytes, hidden_layers)
 
 
 def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:

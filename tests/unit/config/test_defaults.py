@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,8 @@ def test_the_plan_counts_the_hidden_states_that_drafters_read(layers: list[int])
     own = cache_size.cached_token_bytes(target, text)
     assert own == cache_size.token_bytes(text, 4) + of_states == ragged(tiny_target(), layers).cache.bytes_per_token
     assert cache_size.states_beside_the_cache(target, own * 100.0) == 0
+    without = cache_size.beside_the_cache(replace(target, hidden_layers=[]))
+    assert cache_size.beside_the_cache(target) - without == (target.max_step_tokens + 8192) * of_states
     target.backend = "vllm"
     plain = cache_size.token_bytes(text, 4)
     assert cache_size.cached_token_bytes(target, text) == plain

@@ -152,9 +152,17 @@ def test_a_prompt_beyond_the_budget_is_refused() -> None:
         RaggedModel(load(), 1000)
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 9, "max_batch": 3}, {"cache_bytes": 128 * 5 * 1024}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_step_tokens": 9, "max_batch": 3},
+        {"cache_bytes": 128 * 5 * 1024},
+        {"capturer": FakeCapturer()},
+    ],
+)
 def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None:
-    """Also with a prefill in small chunks, and when requests are preempted and computed again."""
+    """Also with a prefill in small chunks, when requests are preempted and computed again, and in captured steps."""
     engine = make(hidden_layers=[0, 3, HEAD_INPUT], **limits)
     tight = "cache_bytes" in limits
     batch = requests(3, 1.0, max_tokens=300 if tight else 20, ignore_eos=tight)

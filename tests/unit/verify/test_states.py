@@ -17,12 +17,14 @@ from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.target.admission import PrefixCache
 from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Progress, States
 from specactor_ray.verify import drafting as module
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from tests.fakes.loops import EAGLE_LAYERS, eagle, engine, spec_of, truth_of
+from tests.fakes.loops import EAGLE_LAYERS, eagle, eos_id, ragged, spec_of, truth_of
+from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
 
 WINDOW, WIDTH = 4, 64 * len(EAGLE_LAYERS)
@@ -31,8 +33,9 @@ WINDOW, WIDTH = 4, 64 * len(EAGLE_LAYERS)
 class Pair:
     """A verifier and one head, of the verifier's process or not; the head drafts whole windows between two steps."""
 
-    def __init__(self, hosted: bool, head: EagleProposer | None = None) -> None:
-        self.engine, self.head = engine(EAGLE_LAYERS), head or eagle()
+    def __init__(self, hosted: bool, head: EagleProposer | None = None, cache_bytes: int = 16 << 20) -> None:
+        self.engine = HfEngine(ragged(tiny_target(), EAGLE_LAYERS, cache_bytes), [eos_id()])
+        self.head = head or eagle()
         config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all)
         size = self.engine.vocab_size
         self.drafting = Drafting("v0", hosted, config, size, window=WINDOW, states_of=self.engine.states)
@@ -127,6 +130,20 @@ def test_a_head_drafts_in_another_process_what_it_drafts_in_the_verifiers() -> N
         assert kinds == {torch.Tensor if pair.hosted else np.ndarray}
 
 
+def test_a_preempted_request_gives_the_head_its_states_when_it_has_them_again() -> None:
+    batch = requests(4, 1.0, max_tokens=220, ignore_eos=True)
+    roomy, tight = Pair(True), Pair(True, cache_bytes=576 * 1792)
+    assert roomy.run(batch) == tight.run(batch) == truth_of(batch)
+    assert tight.prefilled > roomy.prefilled == sum(len(one.prompt_token_ids) for one in batch)
+    assert equal_drafts(roomy, tight) > 100
+    for pair in (roomy, tight):
+        ends = dict[int, int]()
+        for message in pair.messages:
+            for row, start, states in message.states.split() if message.states is not None else ():
+                assert ends.get(row, 0) == start
+                ends[row] = start + len(states)
+
+
 class Moves(TorchFunctionMode):
     """Counts what is done with hidden states, which are as wide as no other tensor here."""
 
@@ -163,7 +180,7 @@ def test_states_of_a_hosted_head_are_selected_once_and_never_leave_the_device() 
 
 def test_states_come_in_parts_and_a_head_that_joins_late_gets_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message is bounded however long the prompts; a head of this process gets no more than it reads."""
-    monkeypatch.setattr(module, "_MOST_STATES", 40)
+    monkeypatch.setattr(module, "STATES_UNDER_WAY", 40)
 
     class Slow(EagleProposer):
         most = 0
