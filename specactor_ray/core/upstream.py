@@ -34,8 +34,9 @@ class Upstream:
     """Versions, or their beginnings, with which the tests have passed; the last one is recommended."""
     parts: Mapping[str, Sequence[str]]
     """Path of a module or class → names in it; a function that gets arguments has their names, as in `step(batch)`."""
-    users: Sequence[str] = ()
-    """Files below `specactor_ray`: what they import from the package are parts, too."""
+    users: tuple[str, ...] = ()
+    """Files below `specactor_ray`: what they import from the package are parts, too, and their classes define the
+    abstract methods of its classes."""
     distributions: Sequence[str] = ()
     """Distributions that bring the package; by default the one of its name."""
 
@@ -69,23 +70,43 @@ class Upstream:
         it is installed with every part."""
         if (installed := self.installed()) is None:
             return f"{self.name} is not installed"
-        if not (missing := _missing(self.name, tuple(self._wanted()))):
-            return ""
-        return f"{' '.join(installed)} has no {first_of(missing)}, which this package uses"
+        if missing := _missing(self.name, tuple(self._wanted())):
+            return f"{' '.join(installed)} has no {first_of(missing)}, which this package uses"
+        if undefined := _undefined(self.name, self.users):
+            return f"{' '.join(installed)} calls {first_of(undefined)}, which this package does not define"
+        return ""
 
     def _wanted(self) -> Iterator[str]:
         for owner, names in self.parts.items():
             yield from (f"{owner}.{name}" for name in names)
         for user in self.users:
-            for node in ast.walk(_tree(_ROOT / user)):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == self.name:
-                    yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from _imported(self.name, _tree(_ROOT / user)).values()
 
 
 @functools.cache
 def _missing(package: str, wanted: Sequence[str]) -> list[str]:
     sources = Sources(package)
     return [part for part in dict.fromkeys(wanted) if not sources.has(part)]
+
+
+@functools.cache
+def _undefined(package: str, users: Sequence[str]) -> list[str]:
+    """Abstract methods of the package's classes that classes of this package, derived from them, lack."""
+    sources, found = Sources(package), list[str]()
+    for tree in (_tree(_ROOT / user) for user in users):
+        imported = _imported(package, tree)
+        for one in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            own = {name for statement in one.body for name in _names(statement)}
+            for base in (imported.get(ast.unparse(node), "") for node in one.bases):
+                found += [f"{base}.{name}" for name in sources.abstract(base) if name not in own]
+    return found
+
+
+def _imported(package: str, tree: ast.AST) -> dict[str, str]:
+    """Name in a module → path in the package from which it is imported."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module is not None)
+    own = (node for node in imports if str(node.module).partition(".")[0] == package)
+    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in own for alias in node.names}
 
 
 @functools.cache
@@ -126,6 +147,13 @@ class Sources:
         _, node = self.find(path) or ("", None)
         body = node.body if isinstance(node, ast.ClassDef) else []
         return [name for one in body if isinstance(one, ast.AnnAssign) for name in _names(one)]
+
+    def abstract(self, path: str) -> list[str]:
+        """Names of the abstract methods of a class."""
+        module, node = self.find(path) or ("", None)
+        members = self.members(module, node) if isinstance(node, ast.ClassDef) else {}
+        methods = {name: one for name, (_, one) in members.items() if isinstance(one, _Function)}
+        return [name for name, one in methods.items() if "abstractmethod" in map(ast.unparse, one.decorator_list)]
 
     def members(self, module: str, node: ast.ClassDef) -> dict[str, _Found]:
         """Methods, fields and attributes of a class of a module, and of its bases as far as the package has them."""

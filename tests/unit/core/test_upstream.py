@@ -135,6 +135,28 @@ def test_imports_of_this_package_are_parts(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "has no someone_elses.engine.Fast, which" in using.lacking()
 
 
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(("body", "undefined"), [("close", ["flush"]), ("flush", []), ("flush2", ["flush"])])
+def test_abstract_methods_are_defined_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, undefined: list[str]
+) -> None:
+    """A class that lacks one cannot be instantiated."""
+    monkeypatch.setattr(importlib.metadata, "version", version_of({"someone-elses": "2.1.0"}))
+    monkeypatch.setattr(upstream, "_ROOT", tmp_path)
+    (tmp_path / "someone_elses" / "output.py").write_text(
+        "from abc import ABC, abstractmethod\nclass Base(ABC):\n"
+        "    @abstractmethod\n    def flush(self): ...\n    @abstractmethod\n    def close(self): ...\n"
+        "class Output(Base):\n    def close(self): ...\n"
+    )
+    user = f"{body}.py"
+    (tmp_path / user).write_text(
+        f"from someone_elses.output import Output as _Output\nclass Own(_Output):\n    def {body}(self): ...\n"
+    )
+    lacking = Upstream("someone_elses", ("2",), {}, (user,), ("someone-elses",)).lacking()
+    calls = "someone-elses 2.1.0 calls someone_elses.output.Output.flush, which this package does not define"
+    assert lacking == (calls if undefined else "")
+
+
 def version_of(versions: dict[str, str]) -> Callable[[str], str]:
     def version(name: str) -> str:
         if name not in versions:
