@@ -61,7 +61,7 @@ class Bursts:
     candidates a draw. Not thread-safe."""
 
     def __init__(self, runner: Runner, capturer: CudaCapturer, rows: int, tokens: int, longest: int, most: int) -> None:
-        cache, rows = runner.cache, min(rows, MOST_ROWS)
+        cache, rows = runner.cache, min(rows, MOST_ROWS, tokens)
         self._runner, self._cache, self._most, self._capturer = runner, cache, most, capturer
         width, size = 5 if most == 1 else 4 + most, runner.feature_size
         self._drawn = torch.zeros(LONGEST, rows, width, dtype=torch.int64, device=cache.device)

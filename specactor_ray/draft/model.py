@@ -29,6 +29,8 @@ from specactor_ray.sampling.rules import Rules
 
 _MAX_STEP_TOKENS = 512
 """Most positions of one forward; a long prompt is read in chunks of this size."""
+_MOST_OF_A_COMMIT = 32
+"""Tokens up to which a backlog is a commit, and not a prompt."""
 _FIRST_RESERVATION = 128
 
 
@@ -186,6 +188,10 @@ class ModelProposer(SlotProposer):
         counts = chains.counts
         if counts.sum() > _MAX_STEP_TOKENS:
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
+            if (
+                self._bursts is not None
+            ):  # a commit that does not fit waits: in a captured step, rows read all they have
+                counts[(counts < chains.counts) & (chains.counts <= _MOST_OF_A_COMMIT)] = 0
             chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones
         ends = self._cache.lengths[rows] + chains.counts
         fits = self._cache.reserve_rows(rows, ends)

@@ -12,7 +12,7 @@ import torch
 
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft import burst
+from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
@@ -109,9 +109,13 @@ def test_a_burst_is_fetched_once_and_steps_are_captured_at_the_start(make: Any) 
 
 
 @MAKERS
-@pytest.mark.parametrize("branches", [0, 4])
-def test_no_forward_is_eager_at_any_acceptance(make: Any, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once prompts were read: one copy and one fetch a burst, whatever part of each tail is right."""
+@pytest.mark.parametrize(("branches", "most"), [(0, 512), (4, 512), (0, 17)])
+def test_no_forward_is_eager_at_any_acceptance(
+    make: Any, branches: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once prompts were read: one copy and one fetch a burst, whatever part of each tail is right, also where a forward
+    does not take all that was accepted."""
+    monkeypatch.setattr(model, "_MAX_STEP_TOKENS", most)
     device, rng, copies = FakeCapturer(), random.Random(0), 0
     captured, plain = make(capturer=device, branches=branches), make(branches=branches)
     requests = requests_of(6, 4)
