@@ -37,8 +37,8 @@ _ROUNDED = {
     "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution", "conv1d",
     "scaled_dot_product_attention", "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp", "sum",
     "nansum", "mean", "var", "var_mean", "std", "prod", "norm", "linalg_vector_norm", "cumsum", "cumprod",
-    "scatter_add", "scatter_add_", "scatter_reduce", "native_group_norm", "native_batch_norm",
-    "grouped_mm_fallback",
+    "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "native_group_norm",
+    "native_batch_norm", "grouped_mm_fallback",
 }  # fmt: skip
 """Operators that round several numbers to one, in an order that may depend on the number of rows."""
 _Found = Tensor | NotImplementedType
@@ -86,7 +86,7 @@ def prove(model: RaggedModel, tokens: np.ndarray) -> None:
     name, cache, single = type(model.model).__name__, model.cache, min(3, len(tokens) - 1)
     parts = [len(tokens) - single, *[1] * single]
     with _Rounded() as watch:
-        found = [_logits(model, tokens, [len(tokens)], 0), _logits(model, tokens, parts, cache.slots // 4)]
+        found = [read_in_parts(model, tokens, [len(tokens)], 0), read_in_parts(model, tokens, parts, cache.slots // 4)]
     if watch.seen and isinstance(model._kernels, Invariant):
         problem = f"{name} calls {', '.join(sorted(watch.seen))}, whose results may depend on the number of rows."
         raise ConfigError(KEY, problem, f"use another model, or {FIX}")
@@ -96,11 +96,11 @@ def prove(model: RaggedModel, tokens: np.ndarray) -> None:
         raise ConfigError(KEY, problem, FIX)
 
 
-def _logits(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int) -> Tensor:
-    """`(n, V)` of a sequence that is read in parts, each beside a new row of so many tokens or fewer."""
+def read_in_parts(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int) -> Tensor:
+    """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of so many tokens or fewer."""
     beside, found, begin = min(beside, _COMPANY), list[Tensor](), 0
     row = model.cache.open(len(tokens))
-    assert row is not None  # the check before has had its place
+    assert row is not None  # it takes half of the cache
     for count in parts:
         rows, counts, given = [row], [count], [tokens[begin : begin + count]]
         if beside and (other := model.cache.open(beside)) is not None:

@@ -11,12 +11,14 @@ import torch
 from specactor_ray.bench.gpu_check.measurements import measure_triton
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.models.batch_invariance import read_in_parts
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import candidates
 from specactor_ray.sampling.keyed import Backend, fitting, warm_up
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
+from tests.families import make_model
 from tests.page_attention import attend, reference, same_bits, sequence
 from tests.tails import sample_rows
 from tests.tiny import tiny_target
@@ -38,6 +40,29 @@ class TestConformanceOnCuda(ModelConformance):
         torch.backends.cuda.matmul.allow_tf32 = False
         model = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).to("cuda")
         return HfEngine(RaggedModel(model, 64 << 20), [model.generation_config.eos_token_id], **limits)
+
+
+class TestConformanceOfBatchInvariance(ModelConformance):
+    """In bfloat16: with the usual kernels drafted and plain runs differ."""
+
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.bfloat16).to("cuda")
+        eos = model.generation_config.eos_token_id
+        return HfEngine(RaggedModel(model, 64 << 20, batch_invariant=True), [eos], **limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_models_give_a_row_its_bits_in_every_batch(kind: str, dtype: torch.dtype) -> None:
+    """By the proof at load, and beside hundreds of tokens."""
+    model = RaggedModel(make_model(kind).to("cuda", dtype), 64 << 20, batch_invariant=True)
+    tokens = np.random.default_rng(0).integers(model.vocab_size, size=40).astype(np.int32)
+    alone = read_in_parts(model, tokens, [40], 0)
+    for parts, beside in (([1] * 40, 0), ([8, 4, 4, 24], 1), ([20, 20], 70), ([39, 1], 200)):
+        assert torch.equal(read_in_parts(model, tokens, parts, beside), alone), (parts, beside)
 
 
 ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500)]

@@ -56,13 +56,21 @@ ROUTED_BY_SIGMOIDS = ("afmoe", "glm4_moe", "minimax_m2")
 """Their bits differ on CPUs alone, whose sigmoid of the last numbers of a tensor is another one."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PROVED if kind not in ROUTED_BY_SIGMOIDS])
+@pytest.mark.parametrize("kind", [kind for kind in PROVED if kind not in (*ROUTED_BY_SIGMOIDS, "jetmoe")])
 def test_every_product_and_sum_of_a_model_is_taken_over(
     kind: str, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the proof at load names the operator, or finds other bits."""
     with products_of_gpus(monkeypatch, Invariant()):
         RaggedModel(make_model(kind), 4 << 20, batch_invariant=True)
+
+
+def test_sums_by_atomic_additions_are_named(exact: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        products_of_gpus(monkeypatch, Invariant()),
+        pytest.raises(ConfigError, match="JetMoeForCausalLM calls index_add,"),
+    ):
+        RaggedModel(make_model("jetmoe"), 4 << 20, batch_invariant=True)
 
 
 class Nothing(Invariant):
@@ -100,6 +108,11 @@ def test_a_model_whose_bits_depend_on_the_batch_is_refused(monkeypatch: pytest.M
 def test_dense_models_on_cpus_need_no_kernels() -> None:
     model = RaggedModel(make_model("llama"), 4 << 20, batch_invariant=True)
     assert isinstance(model._kernels, contextlib.nullcontext)
+
+
+def test_a_cache_of_one_page_is_enough() -> None:
+    size = RaggedModel(make_model("llama"), 4 << 20).cache
+    RaggedModel(make_model("llama"), size.page_size * size.bytes_per_token, batch_invariant=True)
 
 
 def config_of(**values: Any) -> Any:
