@@ -25,7 +25,6 @@ from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.target.base import Drafts, StepResult, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
@@ -231,10 +230,10 @@ class InstantModel:
         self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
         self.spent_s = 0.0
 
-    def forward(self, rows: np.ndarray, counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+    def forward(self, rows: np.ndarray, counts: np.ndarray, *arrays: np.ndarray) -> torch.Tensor:
         begin = time.thread_time()
         self.cache.lengths[rows] += counts
-        output = RaggedOutput(self._logits[: arrays[-1].sum()])
+        output = self._logits[: arrays[-1].sum()]
         self.spent_s += time.thread_time() - begin
         return output
 

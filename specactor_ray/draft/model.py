@@ -259,7 +259,7 @@ class DraftModelProposer(ModelProposer):
     def _run(
         self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        return self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
+        return self._model.forward(rows, counts, tokens, complete.astype(np.int64))
 
     def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         return places(self._cache.lengths[rows], counts), torch.empty(int(counts.sum()), 0)

@@ -106,7 +106,7 @@ def read_in_parts(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], 
         if beside and (other := model.cache.open(beside)) is not None:
             rows, counts, given = [other, row], [beside, count], [np.resize(tokens, beside), *given]
         wanted = np.array([0, count][-len(rows) :])
-        logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted).logits
+        logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted)
         found.append(logits.clone())
         for opened in rows[:-1]:
             model.cache.free(opened)

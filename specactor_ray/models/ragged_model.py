@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,13 +43,6 @@ _REFUSED = {
 """Type of a model → what it does that the comparison at load does not reach."""
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedOutput:
-    """Results of a forward: `logits` `(sum of num_logits, vocab)`."""
-
-    logits: torch.Tensor
 
 
 class RaggedModel:
@@ -123,7 +115,7 @@ class RaggedModel:
             prove(self, probe.token_ids[: self.cache.slots // 2])
 
     @torch.inference_mode()
-    def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> RaggedOutput:
+    def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> torch.Tensor:
         """Append tokens to rows and run all of them as one packed sequence.
 
         Every row must have room (`PagedCache.reserve`) for its tokens. Afterwards `cache.lengths` includes them; the
@@ -134,6 +126,9 @@ class RaggedModel:
             counts: int64 `(n,)` tokens of each row, at least 1.
             tokens: `(sum(counts),)`: tokens of all rows, row by row.
             num_logits: int64 `(n,)`: number of each row's last tokens that give logits.
+
+        Returns:
+            Logits `(sum(num_logits), vocab)`; exported hidden states go to the cache.
 
         Raises:
             ValueError: A row has no token, or `num_logits` exceeds its tokens; nothing was appended.
@@ -151,7 +146,7 @@ class RaggedModel:
             self._threads.apply()
         logits = self._run(batch, *batch.arrays)
         self.cache.lengths[rows] += counts
-        return RaggedOutput(logits[: len(wanted)])
+        return logits[: len(wanted)]
 
     def step(
         self,
@@ -190,7 +185,7 @@ class RaggedModel:
     def _run(
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Logits `(len(keep), V)` of the positions `keep` in the pack. Hidden states go to the cache."""
+        """Logits `(len(keep), V)` of the positions `keep` in the pack."""
         with self._kernels:
             output = self.model(
                 input_ids=tokens[None],
@@ -279,7 +274,7 @@ class RaggedModel:
             rows = np.array([row, other]) if len(beside) else one
             counts = np.array([len(part), len(beside)][: len(rows)])
             wanted = np.array([len(part), 0][: len(rows)])
-            logits.append(self.forward(rows, counts, np.concatenate([part, beside]), wanted).logits.float())
+            logits.append(self.forward(rows, counts, np.concatenate([part, beside]), wanted).float())
             if len(logits) < 3:
                 self.cache.truncate(one, first)
             beside = tokens[:0]

@@ -199,7 +199,7 @@ class HfEngine:
             inputs, targets = (token_ids[at : at + _MOST_SCORED] for at in (begin, begin + 1))
             inputs = inputs[: len(targets)]
             count = np.array([len(inputs)])
-            parts.append(logprobs_of(model.forward(np.array([row]), count, inputs, count).logits, targets))
+            parts.append(logprobs_of(model.forward(np.array([row]), count, inputs, count), targets))
         model.cache.free(row)
         return np.concatenate(parts or [np.zeros(0, np.float32)])
 
@@ -252,10 +252,9 @@ class HfEngine:
             forward_s, sampling_s = time.perf_counter() - begin, 0.0
         else:
             num_logits = np.where(plan.scored > 0, counts, plan.sampled)
-            output = self._model.forward(cache_rows, counts, tokens, num_logits)
+            logits = self._model.forward(cache_rows, counts, tokens, num_logits)
             forward_s = time.perf_counter() - begin
             begin = time.perf_counter()
-            logits = output.logits
             if plan.scored.any():
                 logits, scores = self._score(logits, plan, begins(num_logits))
             found, tops = self._verify(logits, rows, drafted, tails)

@@ -95,7 +95,7 @@ class Decoded:
         counts, kept = np.full(len(rows), tokens.shape[1], np.int64), np.full(len(rows), logits, np.int64)
         found = list[torch.Tensor]()
         forward = functools.partial(self._model.forward, rows, counts, tokens.ravel(), kept)
-        self._stage.seconds(lambda: found.append(forward().logits))
+        self._stage.seconds(lambda: found.append(forward()))
         return found[0].clone()
 
     def _sampled(self, logits: torch.Tensor, rows: np.ndarray, begin: int) -> np.ndarray:

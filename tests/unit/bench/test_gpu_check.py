@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,9 +211,9 @@ def test_tokens_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatc
     forward = RaggedModel.forward
 
     def shifted(self: RaggedModel, rows: Any, counts: Any, tokens: Any, kept: Any) -> Any:
-        output = forward(self, rows, counts, tokens, kept)
+        logits = forward(self, rows, counts, tokens, kept)
         noise = torch.randn(self.vocab_size, generator=torch.Generator().manual_seed(len(tokens)))
-        return replace(output, logits=output.logits + 0.2 * noise) if len(tokens) < 20 else output
+        return logits + 0.2 * noise if len(tokens) < 20 else logits
 
     stage = Stage("stage", TINY_CHECK, now=HandClock(tick_s=0.001).now)
     monkeypatch.setattr(ragged_model, "prove", lambda *_: None)

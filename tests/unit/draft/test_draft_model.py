@@ -11,7 +11,7 @@ import torch
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
@@ -184,12 +184,12 @@ def test_a_chain_that_cannot_be_sampled_from_costs_the_others_nothing(reference:
     drafter.extend()
     mains, forward, poisoned = drafter._rows[[drafter.slots[f"r{i}"] for i in range(3)]], drafter._model.forward, 0
 
-    def poison(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+    def poison(rows: np.ndarray, *arrays: np.ndarray) -> torch.Tensor:
         nonlocal poisoned
-        logits, branches = forward(rows, *arrays).logits.clone(), np.flatnonzero(~np.isin(rows, mains))[::2]
+        logits, branches = forward(rows, *arrays).clone(), np.flatnonzero(~np.isin(rows, mains))[::2]
         logits[np.append(branches, np.flatnonzero(rows == mains[1]))] = float("nan")
         poisoned += len(branches)
-        return RaggedOutput(logits)
+        return logits
 
     drafter._model.forward = poison
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"

@@ -89,12 +89,10 @@ def test_mixtures_of_experts_differ_by_rounding(kind: str, dtype: str, tmp_path:
         rows = np.array([model.cache.open(48) for _ in range(1 + others)])
         beside = [rng.integers(0, VOCAB_SIZE, 9 * n) for n in range(1, 1 + others)]
         counts = np.array([48, *map(len, beside)])
-        output = model.forward(
+        logits = model.forward(
             rows, counts, np.concatenate([tokens, *beside]), np.where(np.arange(1 + others), 0, count)
         )
-        scores.append(
-            output.logits.float().log_softmax(-1)[:-1].gather(1, torch.from_numpy(tokens[1:, None]))[:, 0].numpy()
-        )
+        scores.append(logits.float().log_softmax(-1)[:-1].gather(1, torch.from_numpy(tokens[1:, None]))[:, 0].numpy())
         for row in rows:
             model.cache.free(row)
     alone = Probe(tokens, scores[0], 1e-5 if dtype == "float32" else 0.05)

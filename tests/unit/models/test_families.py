@@ -31,7 +31,7 @@ def test_log_probabilities_are_those_of_transformers(kind: str) -> None:
     for number, (begin, end) in enumerate([(0, 13), (13, 26), (26, 39), (39, TOKENS)]):
         rows, counts = np.array([other, row]), np.array([25, end - begin])
         part = np.concatenate([company[25 * number : 25 * number + 25], tokens[begin:end]])
-        found.append(ragged.forward(rows, counts, part, np.array([0, end - begin])).logits)
+        found.append(ragged.forward(rows, counts, part, np.array([0, end - begin])))
         if end < TOKENS:  # drafts that are wrong
             ragged.forward(np.array([row]), np.array([3]), np.array([5, 4, 3]), np.array([1]))
             ragged.cache.truncate(np.array([row]), end)
