@@ -41,6 +41,8 @@ _ROUNDED = {
     "native_batch_norm", "grouped_mm_fallback",
 }  # fmt: skip
 """Operators that round several numbers to one, in an order that may depend on the number of rows."""
+_KEYWORDS = {"weight", "bias", "dim", "keepdim", "dtype", "offs", "_stacklevel"}
+"""Keyword arguments of torch's functions that the own ones take; calls with others are left to torch."""
 _Found = Tensor | NotImplementedType
 
 
@@ -48,9 +50,11 @@ class Invariant(TorchFunctionMode):
     """Takes products and sums over to kernels that give a row the same bits in every batch. Can be entered again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _own().get(func)
-        if own is not None and (found := own(*args, **(kwargs or {}))) is not NotImplemented:
-            return found
+        if (own := _own().get(func)) is not None:
+            given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+            first = [given.pop("input")] if "input" in given else []
+            if given.keys() <= _KEYWORDS and (found := own(*first, *args, **given)) is not NotImplemented:
+                return found
         return func(*args, **(kwargs or {}))
 
 
@@ -169,14 +173,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Found:
     return _product(x, weight.t(), bias) if weight.ndim == 2 else NotImplemented
 
 
-def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> _Found:
-    return _product(x, weight, bias) if bias.ndim == 1 and not options else NotImplemented
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor) -> _Found:
+    return _product(x, weight, bias) if bias.ndim == 1 else NotImplemented
 
 
-def _matmul(x: Tensor, weight: Tensor, **options: Any) -> _Found:
+def _matmul(x: Tensor, weight: Tensor) -> _Found:
     from specactor_ray.models._products_triton import product
 
-    if options or min(x.ndim, weight.ndim) < 2 or not _fits(x, weight):
+    if min(x.ndim, weight.ndim) < 2 or not _fits(x, weight):
         return NotImplemented
     if x.shape[-1] == 1:
         return x * weight  # one term each: nothing is added
@@ -187,9 +191,8 @@ def _matmul(x: Tensor, weight: Tensor, **options: Any) -> _Found:
     return product(*whole).view(*batch, x.shape[-2], weight.shape[-1])
 
 
-def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> _Found:
-    plain = offs is not None and x.ndim == 2 and weight.ndim == 3 and not any(v is not None for v in options.values())
-    return _product(x, weight, None, offs) if plain else NotImplemented
+def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None) -> _Found:
+    return NotImplemented if offs is None or bias is not None or x.ndim > 2 else _product(x, weight, None, offs)
 
 
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> _Found:

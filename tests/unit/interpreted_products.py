@@ -121,6 +121,8 @@ def test_what_is_left_to_torch() -> None:
         assert torch.equal(x.double() @ x.double().t(), x.double() @ x.double().t())
         assert int((x > 0).sum()) == int((x > 0).long().sum(-1).sum()) and x.sum().ndim == 0
         assert functional.linear(x[:0], x).shape == (0, 4)
+        assert same_bits(functional.linear(input=x, weight=x), x @ x.t())
+        assert x.sum(axis=1).shape == (4,)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("gpt2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})])
