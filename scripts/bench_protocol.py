@@ -59,7 +59,7 @@ class InstantEngine:
     def has_work(self) -> bool:
         return len(self._rows) > 0
 
-    def step(self, drafts: Drafts) -> StepResult:
+    def step(self, drafts: Drafts, window: int = 0) -> StepResult:
         begin = time.perf_counter()
         rows, drafted, firsts = self._rows, *np.zeros((2, len(self._rows)), np.int32)
         drafted[drafts.rows], firsts[drafts.rows] = drafts.lengths, np.cumsum(drafts.lengths) - drafts.lengths

@@ -189,6 +189,33 @@ def _on_host(
     return packed
 
 
+def verify_tensors(
+    logits: torch.Tensor,
+    offsets: torch.Tensor,
+    tail_offsets: torch.Tensor,
+    tails: torch.Tensor,
+    longest: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    rules: Rules,
+    ranks: int = 1,
+) -> torch.Tensor:
+    """`verify_arrays` with tensors on the device of the logits: the buffer of `Found`, on that device. Nothing waits
+    for the device where the kernels run there. `longest`: most drafts of a request. A request at a position before its
+    first one gets a token without a meaning."""
+    if fitting(logits.device, logits.dtype, ranks) == "triton":
+        from specactor_ray.sampling import fused
+
+        x = logits if logits.stride(1) == 1 else logits.contiguous()
+        return fused.verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
+    import torch
+
+    firsts, ends, drafts, at, rows = (part.cpu().numpy() for part in (offsets, tail_offsets, tails, positions, slots))
+    at = np.maximum(at, -rules.table["base"][rows])
+    found = verify_arrays(logits, firsts, ends, drafts, at, rows, rules, ranks, backend="numba")
+    return torch.from_numpy(found.packed).to(logits.device)
+
+
 def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:
     """Compile or load the kernels for such logits now (some seconds on the first run of a machine), not in the first
     step."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specactor_ray.core.ragged import places
+from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.numba import GREEDY_BELOW
@@ -32,14 +32,39 @@ def most_probable(
     Returns:
         The tokens; None if they are requested nowhere.
     """
+    import torch
+
     if not rules.any_tops or not (wanted := rules.tops[slots]).any():
         return None
     positions = np.where(wanted > 0, found.counts, 0)
-    counted = np.arange(found.width) < positions[:, None]
+    sampled = torch.from_numpy(found.tokens[np.arange(found.width) < positions[:, None]]).to(logits.device)
+    rows = torch.from_numpy(places(offsets, positions)).to(logits.device)
+    tokens, gaps = (part.cpu().numpy() for part in ranked(logits[rows], sampled, int(wanted.max())))
+    return top_tokens(tokens, gaps, begins(positions)[:-1], found, slots, rules)
+
+
+def ranked(logits: torch.Tensor, sampled: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens with the largest logits of each row, int64 `(n, most)`, and the float64 differences of their logits from
+    that of the row's sampled token, int64 `(n,)`. Nothing waits for the device."""
+    x = logits.float()
+    best = x.topk(min(most, x.shape[1]), dim=1)
+    return best.indices, best.values.double() - x.gather(1, sampled.unsqueeze(-1)).double()
+
+
+def top_tokens(
+    tokens: np.ndarray, gaps: np.ndarray, offsets: np.ndarray, found: Found, slots: np.ndarray, rules: Rules
+) -> TopTokens | None:
+    """`most_probable` from the result of `ranked`, in which the rows of request i begin at `offsets[i]`."""
+    wanted = rules.tops[slots]
+    positions = np.where(wanted > 0, found.counts, 0)
+    if not positions.any():
+        return None
     rule = rules.table["temperature"][slots]
     temperature = np.repeat(np.where(rule < GREEDY_BELOW, 1.0, rule), positions)[:, None]
-    tokens, gaps = _ranked(logits, places(offsets, positions), found.tokens[counted], int(wanted.max()))
-    logprobs = found.logprobs[counted][:, None] + gaps / temperature
+    tokens, gaps = (part[places(offsets, positions)] for part in (tokens, gaps))
+    order = np.lexsort((tokens, -gaps))
+    tokens, gaps = (np.take_along_axis(part, order, axis=1) for part in (tokens, gaps))
+    logprobs = found.logprobs[np.arange(found.width) < positions[:, None]][:, None] + gaps / temperature
     asked = np.arange(tokens.shape[1]) < np.repeat(wanted, positions)[:, None]
     return TopTokens(wanted, tokens[asked].astype(np.int32), logprobs[asked].astype(np.float32))
 
@@ -65,17 +90,3 @@ def prompt_scores(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
     total = x.logsumexp(dim=1)
     found: np.ndarray = torch.stack((own - total, ids.float(), best - total), dim=1).cpu().numpy()
     return found
-
-
-def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens with the largest logits of each row, `(n, most)`, and the float64 differences of their logits from the
-    sampled token's."""
-    import torch
-
-    x = logits[torch.from_numpy(rows).to(logits.device)].float()
-    own = x.gather(1, torch.from_numpy(sampled).to(logits.device).unsqueeze(-1))
-    best = x.topk(min(most, x.shape[1]), dim=1)
-    tokens, values = best.indices.cpu().numpy(), best.values.cpu().numpy()
-    order = np.lexsort((tokens, -values))
-    gaps = np.take_along_axis(values, order, axis=1).astype(np.float64) - own.double().cpu().numpy()
-    return np.take_along_axis(tokens, order, axis=1), gaps

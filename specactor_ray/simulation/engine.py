@@ -98,7 +98,7 @@ class SimulatedEngine:
 
     # ---- steps ----
 
-    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+    def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
         world, clock, python = self._world, self._clock, self._world.python
         self._admit()
         rows, budget = self._in_order(), self._max_step_tokens

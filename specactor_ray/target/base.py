@@ -154,9 +154,12 @@ class TargetEngine(Protocol):
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
 
-    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
-        """Run one forward. Drafts may have any length, including 0; drafts of rows that are not decoding are
-        ignored."""
+    def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
+        """Run one forward. Drafts may have any length, including 0; drafts of rows that are not decoding are ignored.
+
+        `window`: most draft tokens of a row in the next call. An engine that keeps a step in flight plans the next one
+        meanwhile: with 0 it runs without a wait for drafts, and those of the next call are ignored.
+        """
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
         """Hidden states (`target.hidden_layers`) of requests from positions `starts` on, int32 `(n,)` each: those that

@@ -235,7 +235,7 @@ class HfEngine:
 
     # ---- the step ----
 
-    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+    def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
         self._admission.admit(alone=self._scores)  # log-probabilities of prompts need every position
         plan = self._plan(drafts)
         if not len(plan.rows):

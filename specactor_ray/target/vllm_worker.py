@@ -1,15 +1,13 @@
-"""Part of the `vllm` engine in vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers, its reports,
-and hidden states. Only vLLM imports this module.
+"""Part of the `vllm` engine in vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers, drafts in
+place of its speculator, and the reports. Only vLLM imports this module.
 
-It uses these non-public parts of the model runner: `sampler` and `rejection_sampler` (replaced), `speculative_config`,
-`input_batch`, `requests`, `num_scheduled_tokens`, `discard_request_mask`, `execute_model_state`,
-`use_aux_hidden_state_outputs`.
+Nothing here waits for the device between the launch of a forward and the read of its report.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +15,64 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from vllm.platforms import current_platform
-from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.sampler import Sampler
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.gpu import model_runner as v2
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import to_wire
-from specactor_ray.sampling.keyed import verify_arrays, warm_up
-from specactor_ray.sampling.probable import most_probable
+from specactor_ray.sampling.keyed import verify_tensors, warm_up
+from specactor_ray.sampling.probable import ranked
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm import CoreStep
 from specactor_ray.target.vllm_settings import KEY, WEIGHTS_FILE
 from specactor_ray.target.vllm_weights import replace_weights
 
 if current_platform.is_cpu():
+    from vllm.v1.worker.cpu import model_runner as platform
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner as _Runner
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 else:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
-_PAD = -1
-"""vLLM's value for "no token" in the output of a sampler."""
-_NO_DRAFTS = np.zeros(0, np.int32)
+
+@contextlib.contextmanager
+def _replaced(module: Any, **names: Any) -> Iterator[None]:
+    """Replace names of a module of vLLM for a call."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 class KeyedWorker(_Worker):
     """vLLM's worker for this platform, with keyed sampling."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and set the exported states before the compilation."""
-        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+    def init_device(self) -> None:
+        if not current_platform.is_cpu():
+            super().init_device()
+            return
+        if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # Linux permits tiles on request; oneDNN, kept off them (`models`), makes none
-        settings = self.vllm_config.additional_config[KEY]
-        layers = tuple(settings["hidden_layers"])
-        auxiliary = sorted({layer + 1 for layer in layers if layer != HEAD_INPUT})  # vLLM numbers inputs of layers
-        runner = self.model_runner
-        runner.use_aux_hidden_state_outputs = bool(auxiliary)
-        super().load_model(*args, **kwargs)
-        if auxiliary:
-            count = len(runner.get_model().model.layers)
-            if auxiliary[-1] > count:
-                raise ModelLoadError(
-                    f"hidden layer {auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
-                )
-            runner.get_model().set_aux_hidden_state_layers(tuple(auxiliary))
-        # All ranks choose the same tokens from the same logits; the first rank reports.
-        self._keyed = KeyedSampler(runner, layers if self.rank == 0 else (), settings["record_margins"])
+        with _replaced(platform, CPUModelRunner=KeyedRunner):
+            super().init_device()
+
+    def _make_model_runner(self) -> Any:
+        return KeyedRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """Warm up with vLLM's own samplers, which accept rows without requests; then replace them."""
         times = super().compile_or_warm_up_model(*args, **kwargs)
-        self._keyed.install()
-        margins = self.vllm_config.additional_config[KEY]["record_margins"]
-        warm_up(self.model_runner.device, self.model_runner.dtype, 1 + margins)
+        self.model_runner.install(reports=self.rank == 0)
         return times
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor] | None = None, folder: str | None = None) -> None:
@@ -79,110 +81,192 @@ class KeyedWorker(_Worker):
             weights = load_file(Path(str(folder), WEIGHTS_FILE))
         replace_weights(self.model_runner.get_model(), self.vllm_config, weights.items())
 
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the model. A step without drafts runs as without speculation, unless layers keep a state per draft."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens or self.vllm_config.model_config.is_hybrid
-        self.model_runner.speculative_config = self.vllm_config.speculative_config if drafts else None
-        return super().execute_model(scheduler_output)
+
+class NothingProposed(BaseSpeculator):
+    """A speculator that only makes vLLM reserve room: drafts come with the plan of a step."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, config: Any, device: torch.device, req_states: Any) -> None:
+        del req_states
+        shape = config.scheduler_config.max_num_seqs, config.num_speculative_tokens
+        self._none = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        del cudagraph_mode
+
+    def capture(self) -> None:
+        pass
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        del args, kwargs
+        return self._none[: input_batch.num_reqs]
+
+
+class KeyedRunner(_Runner):
+    """vLLM's V2 model runner for this platform: exports hidden states, takes drafts from the plan of a step, and
+    attaches a report to its output."""
+
+    def __init__(self, *args: Any) -> None:
+        with _replaced(v2, init_speculator=NothingProposed):
+            super().__init__(*args)
+        settings = self.vllm_config.additional_config[KEY]
+        self._layers, self._margins = tuple(settings["hidden_layers"]), bool(settings["record_margins"])
+        # vLLM numbers the inputs of layers.
+        self._auxiliary = tuple(sorted({layer + 1 for layer in self._layers if layer != HEAD_INPUT}))
+        self.use_aux_hidden_state_outputs = bool(self._auxiliary)
+        self._drafts: Mapping[str, list[int]] = {}
+        self._reports = False
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and set the exported states before the compilation."""
+        with _replaced(v2, set_eagle3_aux_hidden_state_layers=lambda model, *_: self._export(model)):
+            super().load_model(*args, **kwargs)
+
+    def _export(self, model: Any) -> None:
+        count = len(model.model.layers)
+        if self._auxiliary[-1] > count:
+            raise ModelLoadError(
+                f"hidden layer {self._auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
+            )
+        model.set_aux_hidden_state_layers(self._auxiliary)
+
+    def install(self, *, reports: bool) -> None:
+        """Replace vLLM's samplers; `reports`: whether outputs get reports, those of the first rank."""
+        self._reports = reports
+        replaced: Any = self.__dict__["sampler"], self.__dict__["rejection_sampler"]
+        self.sampler = KeyedSampler(replaced[0], self._margins)
+        self.rejection_sampler = self.sampler if replaced[1] is not None else None
+        warm_up(self.device, self.dtype, 1 + self._margins)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._drafts = {} if kwargs.get("dummy_run") else scheduler_output.scheduled_spec_decode_tokens
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def prepare_inputs(self, *args: Any) -> Any:
+        """Copy the drafts of the plan to the device, after new requests have their slots."""
+        if self._drafts:
+            states = self.req_states
+            slots = np.array([states.req_id_to_index[name] for name in self._drafts], np.int64)
+            drafts = np.zeros((len(slots), states.draft_tokens.shape[1]), np.int64)
+            for i, tail in enumerate(self._drafts.values()):
+                drafts[i, : len(tail)] = tail
+            on_device = (async_tensor_h2d(part, device=self.device) for part in (slots, drafts))
+            states.draft_tokens.index_copy_(0, *on_device)
+        return super().prepare_inputs(*args)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's output; that of the first rank has the step's report."""
-        self._keyed.begin(self.model_runner.execute_model_state)
+        state = self.execute_model_state
         output = super().sample_tokens(grammar_output)
-        if self.rank == 0:
-            setattr(output, KEY, self._keyed.step)
-        return output
+        if not self._reports or output is None:
+            return output
+        report = {**self.sampler.step, "states": self._states(state)}
+        sends = self.parallel_config.world_size > 1
+        return _Output(output, report, self.output_copy_stream, sends_states=sends)
 
-
-class _Sampler(Sampler):
-    """Replaces vLLM's sampler; the log-probabilities of prompts are vLLM's own."""
-
-    def __init__(self, sample: Callable[..., SamplerOutput]) -> None:
-        super().__init__()
-        self._sample = sample
-
-    def forward(self, *args: Any, **kwargs: Any) -> SamplerOutput:
-        return self._sample(*args, **kwargs)
-
-
-class KeyedSampler:
-    """Replaces vLLM's sampler and rejection sampler of its model `runner`. `hidden_layers`: as in `RaggedModel`, those
-    whose output states are exported, in this order."""
-
-    def __init__(self, runner: Any, hidden_layers: tuple[int, ...], record_margins: bool) -> None:
-        self._runner, self._layers, self._margins = runner, hidden_layers, record_margins
-        self._order = sorted({layer for layer in hidden_layers if layer != HEAD_INPUT})
-        self._rules = Rules(32, runner.device)
-        """Sampling rules by the engine's row; positions are those in the sequence."""
-        self._ids: list[str] = []
-        """vLLM's request ids of the last batch."""
-        self._rows = np.zeros(0, np.int32)
-        """int32: rows of the last batch."""
-        self._state: Any = None
-        self.step: CoreStep | None = None
-        """Report of the last step; None if it sampled nothing."""
-
-    def install(self) -> None:
-        self._runner.sampler, self._runner.rejection_sampler = _Sampler(self.sample), self.verify
-
-    def begin(self, state: Any) -> None:
-        """Begin the sampling of a step; `state` is the runner's `execute_model_state`, which vLLM drops before."""
-        self._state, self.step = state if self._layers else None, None
-
-    def sample(self, logits: torch.Tensor, sampling_metadata: Any, **_: Any) -> SamplerOutput:
-        """Sample one token per request."""
-        del sampling_metadata
-        return self._choose(logits, np.zeros(logits.shape[0], np.int64), _NO_DRAFTS)
-
-    def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Sample for each request the accepted drafts and one more token."""
-        del draft_probs, sampling_metadata
-        return self._choose(logits, np.array(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids)
-
-    def _exported(self, num_tokens: int) -> np.ndarray | None:
-        state, self._state = self._state, None
-        if state is None:
+    def _states(self, state: Any) -> torch.Tensor | None:
+        """A copy of the exported states, `(sum(counts), layers * hidden)`: the next step overwrites them."""
+        if not self._layers:
             return None
-        by_layer = dict(zip(self._order, state.aux_hidden_states or (), strict=True))
+        order = sorted({layer for layer in self._layers if layer != HEAD_INPUT})
+        by_layer = dict(zip(order, state.aux_hidden_states or (), strict=True))
         by_layer[HEAD_INPUT] = state.hidden_states
-        return to_wire(torch.cat([by_layer[layer][:num_tokens] for layer in self._layers], dim=-1))
+        count = int(state.input_batch.num_scheduled_tokens.sum())
+        return torch.cat([by_layer[layer][:count] for layer in self._layers], dim=-1)
 
-    def _choose(self, logits: torch.Tensor, drafted: np.ndarray, drafts: np.ndarray | torch.Tensor) -> SamplerOutput:
-        begin = time.perf_counter()
-        runner, n = self._runner, len(drafted)
-        rows = self._rows_of(runner.input_batch.req_ids)
-        firsts = runner.input_batch.num_computed_tokens_cpu[:n].astype(np.int64)
-        counts = runner.num_scheduled_tokens.np[:n].astype(np.int64)
-        # Tokens for a request whose prompt is not in the cache yet do not count.
-        sampled = ~runner.discard_request_mask.np[:n]
-        tails = begins(drafted)
-        offsets, positions = np.arange(n) + tails[:-1], firsts + counts - drafted
-        chosen = (offsets, tails, positions, rows)
-        if not sampled.all():
-            chosen = (offsets[sampled], begins(drafted[sampled]), positions[sampled], rows[sampled])
-        offsets, tails, positions, slots = chosen
-        found = verify_arrays(logits, offsets, tails, drafts, positions, slots, self._rules, 1 + self._margins)
-        tops = most_probable(logits, offsets, found, slots, self._rules)
-        tokens = np.full((n, found.width), _PAD, np.int32)
-        tokens[sampled] = found.tokens
-        tokens[tokens[:, 0] == _PAD, 0] = 0  # also in a row that cannot be sampled from: the engine drops its request
-        spent_s = time.perf_counter() - begin
-        states = self._exported(int(counts.sum()))
-        self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, tops, spent_s)
-        return SamplerOutput(torch.from_numpy(tokens), None)  # on the host, where vLLM reads it
 
-    def _rows_of(self, request_ids: list[str]) -> np.ndarray:
-        """Rows of a batch, int32. Rules are written when a request enters the batch for the first time or again."""
-        if request_ids == self._ids:
-            return self._rows
-        known = dict(zip(self._ids, self._rows.tolist(), strict=True))
-        for request_id in request_ids:
-            if request_id not in known:
-                keyed = self._runner.requests[request_id].sampling_params.extra_args[KEY]
-                temperature, top_k, top_p, seed, tops = keyed["rule"]
-                sampling = SamplingParams(temperature, top_k, top_p, seed=seed, logprobs=tops)
-                self._rules.write([keyed["row"]], [sampling], [keyed["base"]])
-                known[request_id] = keyed["row"]
-        self._ids = list(request_ids)
-        self._rows = np.array([known[request_id] for request_id in request_ids], np.int32)
-        return self._rows
+class KeyedSampler(Sampler):
+    """Replaces vLLM's sampler and rejection sampler; vLLM calls both with the logits and its batch."""
+
+    def __init__(self, replaced: Sampler, record_margins: bool) -> None:
+        self.__dict__.update(vars(replaced))
+        self._margins = record_margins
+        self._rules = Rules(self.req_states.max_num_reqs, self.req_states.device)
+        """Sampling rules by vLLM's slot; positions are those in the sequence."""
+        self.step: dict[str, Any] = {}
+        """Fields of the last step's report; tensors are on the device."""
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        super().add_request(req_idx, sampling_params)
+        keyed = (sampling_params.extra_args or {}).get(KEY)
+        if keyed is not None:
+            temperature, top_k, top_p, seed, tops = keyed["rule"]
+            sampling = SamplingParams(temperature, top_k, top_p, seed=seed, logprobs=tops)
+            self._rules.write([req_idx], [sampling], [keyed["base"]])
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *_: Any) -> SamplerOutput:
+        """Sample for each request the accepted drafts and one more token."""
+        batch, n, device, cu = input_batch, input_batch.num_reqs, logits.device, input_batch.cu_num_logits
+        given = batch.num_draft_tokens_per_req
+        drafted = np.zeros(n, np.int64) if given is None else given.astype(np.int64)
+        inputs = batch.input_ids[batch.logits_indices]
+        if drafted.any():  # the input of logits row j + 1 is draft j
+            follows = np.ones(len(logits), bool)
+            follows[batch.cu_num_logits_np[:-1]] = False
+            tails = inputs[async_tensor_h2d(np.flatnonzero(follows), device=device)]
+        else:
+            tails = inputs[:0]
+        starts, tail_offsets = cu[:-1].long(), (cu - torch.arange(n + 1, dtype=cu.dtype, device=device)).long()
+        positions, longest = batch.positions[batch.logits_indices[starts]] + 1, int(drafted.max(initial=0))
+        packed = verify_tensors(
+            logits, starts, tail_offsets, tails, longest, positions, batch.idx_mapping, self._rules, 1 + self._margins
+        )
+        prefill_len = self.req_states.prefill_len
+        counts = packed[:, 0].clamp(min=1).int()
+        number, rejected = get_num_sampled_and_rejected(counts, batch.seq_lens, cu, batch.idx_mapping, prefill_len.gpu)
+        firsts, counted = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
+        self.step = {
+            "names": list(batch.req_ids),
+            "firsts": firsts,
+            "counts": counted,
+            "drafted": drafted,
+            "sampled": firsts + counted >= prefill_len.np[batch.idx_mapping_np],
+            "packed": packed,
+            "tops": self._tops(logits, packed, drafted, batch.idx_mapping_np),
+        }
+        return SamplerOutput(packed[:, 2 : 3 + longest].clamp(min=0), None, None, number, rejected)
+
+    def _tops(self, logits: torch.Tensor, packed: torch.Tensor, drafted: np.ndarray, slots: np.ndarray) -> Any:
+        """The most probable tokens of all rows of the logits, if a request asks for them; see `ranked`."""
+        if not self._rules.any_tops or not (most := int(self._rules.tops[slots].max(initial=0))):
+            return None
+        column = np.arange(1 + int(drafted.max(initial=0)))
+        index = np.flatnonzero(np.pad(column <= drafted[:, None], ((0, 0), (2, packed.shape[1] - 2 - len(column)))))
+        sampled = packed.reshape(-1)[async_tensor_h2d(index, device=logits.device)].clamp(min=0)
+        return ranked(logits, sampled, most)
+
+
+class _Output(AsyncModelRunnerOutput):
+    """vLLM's output with the report of its step, which is on its way to the host. Hidden states stay on the device in
+    the engine's own process."""
+
+    def __init__(self, output: Any, fields: dict[str, Any], stream: Any, *, sends_states: bool) -> None:
+        self._output, self._fields, self._event = output, fields, None
+        tensors = {"packed": fields["packed"]}
+        if fields["tops"] is not None:
+            tensors["tokens"], tensors["gaps"] = fields["tops"]
+        if sends_states and fields["states"] is not None:
+            tensors["states"] = fields["states"]
+        if fields["packed"].is_cuda:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._copies = {name: one.to("cpu", non_blocking=True) for name, one in tensors.items()}
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record(stream)
+        else:
+            self._copies = tensors
+
+    def get_output(self) -> Any:
+        output = self._output.get_output()
+        if self._event is not None:
+            self._event.synchronize()
+        copies = self._copies
+        arrays: dict[str, Any] = {"packed": copies["packed"].numpy()}
+        if "tokens" in copies:
+            arrays["tops"] = copies["tokens"].numpy(), copies["gaps"].numpy()
+        if "states" in copies:
+            arrays["states"] = to_wire(copies["states"])
+        setattr(output, KEY, CoreStep(**{**self._fields, **arrays}))
+        return output

@@ -224,9 +224,14 @@ class Drafting:
         if (released := self.assigner.step(rows)) is not None:
             self._let_go(released)
 
+    @property
+    def window(self) -> int:
+        """Most draft tokens of a request in the next step; 0 where it verifies none."""
+        return self.table.window if self._seats and not self.policy.suspension.is_on else 0
+
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, Drafts]:
         """Drafts that a step over these rows verifies: int32 `(rows,)` seats of the tails, -1 for none; the drafts."""
-        if not self._seats or not len(rows) or self.policy.suspension.is_on:
+        if not self.window or not len(rows):
             return np.full(len(rows), -1, np.int32), NO_DRAFTS
         seats, lengths = self.policy.choose(rows)
         tokens = self.table.tail[seats, rows, 0][np.arange(self.table.window) < lengths[:, None]]

@@ -166,7 +166,7 @@ class VerifyLoop(Loop):
         rows = self._engine.decoding()
         waiting_s = self._await_drafts(rows)
         seats, drafts = self._drafting.choose(rows)
-        result = self._engine.step(drafts)
+        result = self._engine.step(drafts, self._drafting.window)
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:

