@@ -27,6 +27,7 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.device import to_device
+from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, WeightsError, clipped
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams
@@ -39,6 +40,7 @@ from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, Tar
 from specactor_ray.target.rows import EngineRows
 from specactor_ray.target.vllm_cpu import ranks_with_interpreter
 from specactor_ray.target.vllm_flight import Flight
+from specactor_ray.target.vllm_graphs import check_graphs
 from specactor_ray.target.vllm_settings import (
     KEY,
     engine_arguments,
@@ -122,6 +124,24 @@ class VllmEngine:
         self.weight_version, self.exports = 0, True
         eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
+        if max_drafts and config.compiled and torch.cuda.is_available():
+            self._prove_graphs()
+
+    def _prove_graphs(self) -> None:
+        """Compare steps in CUDA graphs with steps without, where drafts are verified in graphs."""
+
+        def rpc(method: str, *args: Any) -> Any:
+            return self._core.collective_rpc(method, args=args)[0]
+
+        if problem := rpc("without_graphs"):
+            fall_back(logger, f"Steps with drafts run as a CUDA graph per layer: {problem} has no others")
+            return
+        tolerance = 1e-2 if self._config.dtype == "float32" else 0.2
+        if problem := check_graphs(self, lambda on: rpc("use_graphs", on), self._max_drafts, tolerance):
+            rpc("drop_full_graphs")
+            fall_back(
+                logger, f"Steps run as a CUDA graph per layer, since those of whole steps are wrong here: {problem}"
+            )
 
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         if (finish := self._rows.open(row, request)) is not None:

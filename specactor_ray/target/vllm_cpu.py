@@ -38,9 +38,25 @@ def use_interpreter() -> None:
     if not is_cpu_build():
         return
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
     from triton.backends import backends
+    from triton.runtime import interpreter
 
-    backends.setdefault("cpu", SimpleNamespace(driver=_Driver, compiler=None))
+    if "cpu" in backends:
+        return
+    backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        """Patch Triton's language once per process instead of at each launch, which takes most of a launch's time."""
+        modules = frozenset(id(one) for one in function.__globals__.values() if one is tl or one is tl.core)
+        if modules not in patched:
+            patched.add(modules)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 @contextlib.contextmanager

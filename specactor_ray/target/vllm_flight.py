@@ -31,8 +31,8 @@ class Flight:
 
     def __init__(self, core: Any, max_drafts: int) -> None:
         self._scheduler, self._executor, self._max_drafts = core.scheduler, core.model_executor, max_drafts
-        limits = core.scheduler.scheduler_config
-        self._positions, self._requests = int(limits.max_num_batched_tokens), int(limits.max_num_seqs)
+        self._positions = int(core.scheduler.max_num_scheduled_tokens)
+        self._requests = int(core.scheduler.max_num_running_reqs)
         self._next: Planned | None = None
 
     @property

@@ -23,7 +23,8 @@ VLLM = Upstream(
         ),
         "vllm.v1.engine": ("EngineCoreOutputs.outputs", "EngineCoreOutput.new_prompt_logprobs_tensors"),
         "vllm.v1.core.sched.scheduler.Scheduler": (
-            *("running", "waiting", "requests", "schedule", "has_requests", "scheduler_config"),
+            *("running", "waiting", "requests", "schedule", "has_requests", "max_num_running_reqs"),
+            "max_num_scheduled_tokens",
             "update_from_output(scheduler_output, model_runner_output)",
         ),
         "vllm.v1.core.sched.output.SchedulerOutput": (

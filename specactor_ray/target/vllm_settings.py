@@ -36,8 +36,6 @@ _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagr
 """Arguments of vLLM's engine that determine graphs; if a user sets one of them, none is added."""
 WEIGHTS_FILE = "model.safetensors"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
-_STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
-"""(number of positions, stride of captured sizes up to it)."""
 
 
 def require_vllm() -> str:
@@ -105,7 +103,7 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
         arguments["speculative_config"] = {**speculation, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     captured = torch.cuda.is_available() and config.compiled and max_drafts
     if captured and not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
-        arguments["cudagraph_capture_sizes"] = capture_sizes(config.max_batch, max_drafts, step_tokens) or None
+        arguments["cudagraph_capture_sizes"] = capture_sizes(min(config.max_batch * (1 + max_drafts), step_tokens))
     return {**arguments, **config.engine_arguments}
 
 
@@ -120,17 +118,13 @@ def _context_by_positions(config: TargetConfig) -> int | None:
     return context_of(model.get_text_config()) if depends_on_length(model) else None
 
 
-def capture_sizes(max_batch: int, max_drafts: int, max_step_tokens: int) -> list[int]:
-    """Numbers of positions of the captured steps, ascending: multiples of the longest row, to which vLLM would round
-    them, up to the largest step that only decodes."""
-    row = 1 + max_drafts
-    most = min(max_batch * row, max_step_tokens) // row * row
-    sizes, at = {most} - {0}, 0
-    for end, stride in _STRIDES:
-        while at < min(end, most):
-            at += stride
-            sizes.add(min(-(-at // row) * row, most))
-    return sorted(sizes)
+def capture_sizes(most: int) -> list[int]:
+    """Numbers of positions of the captured steps, ascending up to `most`: a step is padded by an eighth at most."""
+    sizes, at = [1, 2, 4], 8
+    while at < most:
+        sizes.append(at)
+        at += max(8, 1 << (at.bit_length() - 4))
+    return [*(size for size in sizes if size < most), most]
 
 
 def set_environment(config: TargetConfig) -> None:

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu import model_runner as v2
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -75,6 +76,21 @@ class KeyedWorker(_Worker):
         self.model_runner.install(reports=self.rank == 0)
         return times
 
+    def use_graphs(self, on: bool) -> None:
+        """Run steps in CUDA graphs, or without."""
+        self.model_runner.cudagraph_manager._graphs_captured = on
+
+    def drop_full_graphs(self) -> None:
+        """Drop the graphs of whole steps; those of parts of a layer remain."""
+        manager = self.model_runner.cudagraph_manager
+        for descriptions in manager._candidates.values():
+            descriptions[:] = [one for one in descriptions if one.cg_mode != v2.CUDAGraphMode.FULL]
+        manager.graphs.clear()
+
+    def without_graphs(self) -> str:
+        """The attention backend that cannot run steps with drafts in whole graphs; empty if there is none."""
+        return str(self.model_runner.without_graphs)
+
     def replace_weights(self, weights: Mapping[str, torch.Tensor] | None = None, folder: str | None = None) -> None:
         """Load all weights by the names of a checkpoint's files, given or in a file of `folder_of`."""
         if weights is None:
@@ -118,6 +134,20 @@ class KeyedRunner(_Runner):
         self.use_aux_hidden_state_outputs = bool(self._auxiliary)
         self._drafts: Mapping[str, list[int]] = {}
         self._reports = False
+        self.without_graphs = ""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the cache, and graphs of whole steps for any number of drafts of a request."""
+        made = v2.ModelCudaGraphManager
+
+        def manager(*args: Any, **options: Any) -> Any:
+            limits = self.attn_groups, self.vllm_config, self.decode_query_len
+            self.without_graphs, _ = get_varlen_cudagraph_unsupported_backend(*limits) or ("", None)
+            varlen = self.num_speculative_steps > 0 and not self.without_graphs
+            return made(*args, **{**options, "varlen_decode": varlen})
+
+        with _replaced(v2, ModelCudaGraphManager=manager):
+            super().initialize_kv_cache(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and set the exported states before the compilation."""
@@ -154,7 +184,10 @@ class KeyedRunner(_Runner):
                 drafts[i, : len(tail)] = tail
             on_device = (async_tensor_h2d(part, device=self.device) for part in (slots, drafts))
             states.draft_tokens.index_copy_(0, *on_device)
-        return super().prepare_inputs(*args)
+        batch, graph = super().prepare_inputs(*args), args[2]
+        if graph.max_query_len is not None:  # that of the capture, of which attention's schedule depends
+            batch.max_query_len = graph.max_query_len
+        return batch
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's output; that of the first rank has the step's report."""

@@ -43,10 +43,10 @@ class FaultyHost(SimulatedHost):
         engine = super().build_engine(spec)
         step, busy, name = engine.step, self._faults.busy, self._actor.name
 
-        def faulty_step(drafts: Drafts = NO_DRAFTS) -> StepResult:
+        def faulty_step(drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
             self._break_down(engine)
             busy.add(name)
-            result = step(drafts)
+            result = step(drafts, window)
             busy.discard(name)
             return result
 

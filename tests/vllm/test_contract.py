@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.target.vllm_parts import VLLM
-from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_engine_arguments
+from specactor_ray.target.vllm_settings import engine_arguments, require_engine_arguments
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
@@ -78,27 +79,25 @@ def test_the_engine_core_and_its_scheduler() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.model_loader.reload import inplace
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-    from vllm.v1.request import Request
+    from vllm.v1.outputs import ModelRunnerOutput
 
     reload = inspect.getsource(inplace.reload_weights)  # `replace_weights` does the same
     assert "initialize_layerwise_reload(model)" in reload and "model.load_weights(weights_iterator)" in reload
     assert "finalize_layerwise_reload(model, model_config)" in reload
     assert "self.moe_kernel is not None" in inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
     assert "layer.cpu_linear = " in inspect.getsource(dispatch_cpu_unquantized_gemm)
-    for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
-        assert callable(getattr(EngineCore, name)), name
-    assert "step_fn" in inspect.getsource(EngineCore.__init__)
-    assert "reset_running_requests" in inspect.signature(EngineCore.reset_prefix_cache).parameters
-    assert list(inspect.signature(Scheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
-    assert list(inspect.signature(DraftTokenIds).parameters) == ["req_ids", "draft_token_ids"]
-    assert "self.running: list[Request]" in inspect.getsource(Scheduler.__init__)
-    assert "num_tokens" in dir(Request) and "self.num_computed_tokens = 0" in inspect.getsource(Request.__init__)
-    assert "self.model_executor" in inspect.getsource(EngineCore.__init__)
-    assert "self.model_executor.sample_tokens(grammar_output)" in inspect.getsource(EngineCore.step)
+    planned = inspect.getsource(AsyncScheduler._update_after_schedule)  # `Flight._fill` gives back what these add
+    assert "request.num_output_placeholders += (" in planned
+    assert "request.spec_token_ids = self._spec_token_placeholders" in planned
+    planned = inspect.getsource(Scheduler._update_after_schedule)
+    assert "request.num_computed_tokens += num_scheduled_token" in planned
+    assert "request.num_in_flight_tokens += num_scheduled_token" in planned
+    step = inspect.getsource(EngineCore.step_with_batch_queue)
+    assert "self.model_executor.sample_tokens(" in step and "non_block=True" in step
     assert not hasattr(ModelRunnerOutput, "__slots__")  # what a step did travels with it
     assert "unique_reply_rank=self.output_rank" in inspect.getsource(MultiprocExecutor.sample_tokens)
 
@@ -125,7 +124,7 @@ def test_engine_arguments_reach_the_engine() -> None:
 def arguments_of(drafts: int, max_batch: int = 4, max_step_tokens: int = 64, **more: Any) -> dict[str, Any]:
     sizes = {"max_model_len": 128, "max_batch": max_batch, "max_step_tokens": max_step_tokens, "kv_cache_gb": 1 / 64}
     config = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", **sizes, **more)
-    return engine_arguments(config, drafts, "specactor_ray.target.vllm.NothingProposed")
+    return engine_arguments(config, drafts)
 
 
 @pytest.mark.parametrize("drafts", [0, 8])
@@ -134,51 +133,51 @@ def test_engines_of_every_mode_can_be_configured(drafts: int, more: dict[str, An
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(**arguments_of(drafts, **more)).create_engine_config()
-    assert config.num_speculative_tokens == drafts and not config.use_v2_model_runner
+    assert config.num_speculative_tokens == drafts and config.use_v2_model_runner
     assert config.parallel_config.world_size == more.get("tensor_parallel", 1)
-    assert config.scheduler_config.async_scheduling is False
 
 
 @pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])
-def test_graphs_on_a_gpu_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch, given: dict[str, int]) -> None:
+def test_every_step_that_decodes_runs_in_one_graph(monkeypatch: pytest.MonkeyPatch, given: dict[str, int]) -> None:
+    """On a GPU whose attention takes any lengths: plain steps, and those with drafts of mixed numbers."""
+    from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
 
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = arguments_of(8, 128, 2048, engine_arguments=given)
-    graphs = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config().compilation_config
-    graphs.adjust_cudagraph_sizes_for_spec_decode(9)  # as the model runner does
-    assert graphs.cudagraph_mode.name == "FULL_AND_PIECEWISE", "graphs of whole steps of mixed lengths corrupt outputs"
-    if given:
-        assert graphs.max_cudagraph_capture_size <= 64
-    else:
-        assert graphs.cudagraph_capture_sizes == capture_sizes(128, 8, 2048)
+    config = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config()
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    graphs = cudagraph_utils.ModelCudaGraphManager(config, torch.device("cpu"), mode, 9, varlen_decode=True)
+    graphs._graphs_captured = True
+    most = 64 if given else 1152
+    assert config.compilation_config.cudagraph_capture_sizes[-1] == most
+    for rows, positions, longest in ((1, 1, 1), (16, 16, 1), (128, 128, 1), (1, 9, 9), (16, 37, 4), (128, 1152, 9)):
+        found = graphs.dispatch(rows, positions, positions // rows if positions % rows == 0 else None, 0, longest)
+        expected = CUDAGraphMode.FULL if positions <= most else CUDAGraphMode.NONE
+        assert found.cg_mode == expected and positions <= found.num_tokens <= max(1.125 * positions, positions + 7)
+    assert graphs.dispatch(2, 40, None, 0, None).cg_mode == CUDAGraphMode.PIECEWISE, "a prompt beside a request"
 
 
-def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-    from vllm.v1.worker.gpu_input_batch import InputBatch
-    from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
+def test_the_model_runner_is_written_as_the_worker_expects() -> None:
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
 
-    source = " ".join(inspect.getsource(GPUModelRunner._sample).split())
-    assert "self.sampler( logits=logits, sampling_metadata=sampling_metadata, )" in source
-    call = "self.rejection_sampler( spec_decode_metadata, draft_probs, logits, sampling_metadata, )"
-    assert call in source
-    assert {"scheduler_output", "hidden_states", "aux_hidden_states"} <= set(ExecuteModelState._fields)
-    assert {"draft_token_ids", "num_draft_tokens"} <= set(SpecDecodeMetadata.__annotations__)
-    assert {"req_ids", "num_computed_tokens_cpu"} <= set(dir(InputBatch)) | set(
-        re.findall(r"self\.(\w+)", inspect.getsource(InputBatch.__init__))
-    )
+    sample = " ".join(inspect.getsource(GPUModelRunner.sample).split())
+    assert "sampler_output = self.sampler(logits, input_batch)" in sample
+    assert "sampler_output = self.rejection_sampler( logits, input_batch, " in sample
+    assert {"input_batch", "hidden_states", "aux_hidden_states"} <= {*ExecuteModelState.__annotations__}
     made = inspect.getsource(GPUModelRunner.__init__)
-    names = ("input_batch", "requests", "discard_request_mask", "num_scheduled_tokens", "speculative_config")
-    for name in (*names, "use_aux_hidden_state_outputs"):
-        assert f"self.{name} = " in made or f"self.{name}: " in made, name
-    assert "self.execute_model_state = ExecuteModelState(" in inspect.getsource(GPUModelRunner.execute_model)
-    assert "self.num_scheduled_tokens.np[:num_reqs] = " in inspect.getsource(GPUModelRunner._prepare_inputs)
-    assert "scheduled_spec_decode_tokens" in SchedulerOutput.__annotations__
+    assert "self.speculator = init_speculator(" in made and "self.use_aux_hidden_state_outputs = " in made
+    assert "set_eagle3_aux_hidden_state_layers(self.model" in inspect.getsource(GPUModelRunner.load_model)
+    assert "self.cudagraph_manager = ModelCudaGraphManager(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
+    assert list(inspect.signature(GPUModelRunner.prepare_inputs).parameters)[3] == "batch_desc"
+    inputs = inspect.getsource(GPUModelRunner.prepare_inputs)
+    assert "self.req_states.draft_tokens," in inputs and "self.req_states.last_sampled_tokens," in inputs
 
 
 def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
@@ -188,7 +187,7 @@ def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
 
     assert issubclass(KeyedWorker, WorkerBase)
     assert "self.rank = rank" in inspect.getsource(WorkerBase.__init__)
-    for name in ("load_model", "compile_or_warm_up_model", "execute_model", "sample_tokens"):
+    for name in ("init_device", "_make_model_runner", "compile_or_warm_up_model"):
         assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
 
 

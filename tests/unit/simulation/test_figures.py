@@ -70,8 +70,8 @@ class RecordedHost(FaultyHost):
         engine = super().build_engine(spec)
         step = engine.step
 
-        def recorded(drafts: Drafts = NO_DRAFTS) -> StepResult:
-            result = step(drafts)
+        def recorded(drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
+            result = step(drafts, window)
             self.log.append((drafts, result))
             return result
 

@@ -244,11 +244,11 @@ def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
 def test_the_heartbeat_tells_since_when_a_step_has_been_under_way(verifier: Verifier) -> None:
     step, seen = verifier.engine.step, list[float]()
 
-    def slow(tails: object) -> object:
+    def slow(*arguments: Any) -> object:
         seen.append(verifier.loop.snapshot()["busy_s"])
         verifier.clock.seconds += 60.0
         seen.append(verifier.loop.snapshot()["busy_s"])
-        return step(tails)  # type: ignore[arg-type]
+        return step(*arguments)
 
     verifier.engine.step = slow  # type: ignore[method-assign, assignment]
     verifier.loop.submit([one()])
