@@ -55,14 +55,14 @@ class Pair:
         self.messages.append(message)
         self.loop.deliver(message)
 
-    def _note(self, drafts: Drafts) -> StepResult:
+    def _note(self, drafts: Drafts, window: int) -> StepResult:
         table, end = self.drafting.table, 0
         for row, length in zip(drafts.rows.tolist(), drafts.lengths.tolist(), strict=True):
             begin, end = end, end + length
             if length:
                 name = table.requests[row].request_id, int(table.committed[row])
                 self.drafts[name] = drafts.tokens[begin:end].tolist()
-        result = self.step(drafts)
+        result = self.step(drafts, window)
         self.prefilled += result.num_prefill_tokens
         return result
 
