@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": (
         "target/vllm.py",
+        "target/vllm_cpu.py",
         "target/vllm_worker.py",
         "target/vllm_weights.py",
         "bench/peers.py",
@@ -65,7 +66,12 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
-    "triton": ("sampling/triton", "models/_paged_attention_triton.py", "models/_products_triton.py"),
+    "triton": (
+        "sampling/triton",
+        "target/vllm_cpu.py",
+        "models/_paged_attention_triton.py",
+        "models/_products_triton.py",
+    ),
     "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
