@@ -254,9 +254,35 @@ class EagleProposer(ModelProposer):
 
     def _ready(self) -> Chains:
         ahead = (self._anchors >= self._origins) & (self._anchors == self.mirrors.known - 1)
-        reads = self._reads
+        waiting = self._fork_prefixes()
+        reads = self._reads & ~waiting
         backlogs = np.where(reads, self._received - self._anchors, 1)
         return self._plan(self._placed & reads, self._placed & ahead, backlogs)
+
+    def _fork_prefixes(self) -> np.ndarray:
+        """Give new samples of a prompt the entries of others. Returns bool `(slots,)`: those that wait for entries that
+        another one reads now."""
+        whole, waiting = self._placed & (self._origins == 1), np.zeros(len(self._placed), np.bool_)
+        (lines, prompts, known, *_), size = self.mirrors.arrays, self._cache.page_size
+        for slot in np.flatnonzero(whole & (self._anchors == 0) & (known > size)).tolist():
+            others = whole & ~waiting & (prompts == prompts[slot]) & (lines[:, :size] == lines[slot, :size]).all(axis=1)
+            others[slot] = False
+            others = np.flatnonzero(others)
+            same = np.zeros((len(others), known[slot] + 1), np.bool_)
+            same[:, :-1] = lines[others, : known[slot]] == lines[slot, : known[slot]]
+            # An entry has read the token after its position; the newest one is read in any case, for its output.
+            common = np.minimum(same.argmin(axis=1), np.minimum(known[others], known[slot] - 1)) - 1
+            has = np.minimum(common, self._anchors[others])
+            will = np.where(self._reads[others], np.minimum(common, self._received[others]), has)
+            most = int(has.max(initial=0))
+            if will.max(initial=0) - most >= size:
+                waiting[slot] = True
+            elif most >= size:
+                self._free(self._rows[[slot]])
+                self._rows[slot] = self._cache.fork(self._rows[others[[has.argmax()]]], np.array([most]))[0]
+                self._held[slot] += most
+                self._anchors[slot], self._received[slot] = most, max(most, self._received[slot])
+        return waiting
 
     def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         # Main chains read their unread states; all others append one entry on the head's own output.

@@ -234,3 +234,40 @@ def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: 
             extend_fully(drafter)
             seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
     assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_samples_of_a_prompt_are_read_once(late: bool) -> None:
+    """Whether they come together, or one by one while others are read, drafted for or closed."""
+    drafter, reference = eagle(), head()
+    runner, read = drafter.proposer._runner, list[int]()
+    forward = runner.forward
+
+    def counted(rows: Any, positions: Any, counts: Any, *arrays: Any) -> Any:
+        read.extend(counts[counts > 1].tolist())
+        return forward(rows, positions, counts, *arrays)
+
+    runner.forward = counted
+    prompt, states = tuple(tiny_prompt_ids(1)[0] * 20)[:200], states_of(400, 3)
+    samples = [Sequence(0, 1.0) for _ in range(5)]
+    for number, one in enumerate(samples):
+        one.name, one.sampling = f"s{number}", replace(one.sampling, seed=number)
+        one.prompt, one.states = prompt, states if number < 4 else states_of(400, 4)
+    samples[4].prompt = tuple(reversed(prompt))  # of another prompt
+    for number, one in enumerate(samples):
+        one.begin(drafter, 7 + number % 3)
+        if late:
+            extend_fully(drafter)
+            assert drafter.tail(one.name) == (1, one.expected(reference))
+    extend_fully(drafter)
+    page = runner.cache.page_size
+    assert sum(read) <= 2 * len(prompt) + 3 * page + 10
+    drafter.close(samples[0].name)
+    for number, one in enumerate(samples[1:]):
+        one.states = np.concatenate([one.states[: len(prompt)], states_of(50, number)])  # contexts are different now
+        one.commit(drafter, [number, 9])
+    extend_fully(drafter)
+    for one in samples[1:]:
+        assert drafter.tail(one.name) == (len(one.output), one.expected(reference))
+        drafter.close(one.name)
+    assert runner.cache.free_slots == runner.cache.slots, "cache was leaked"
