@@ -303,3 +303,7 @@ class _Output(AsyncModelRunnerOutput):
             arrays["states"] = to_wire(copies["states"])
         setattr(output, KEY, CoreStep(**{**self._fields, **arrays}))
         return output
+
+    def get_kv_connector_output(self) -> Any:
+        """vLLM's own; called since 0.33."""
+        return self._output.get_kv_connector_output()

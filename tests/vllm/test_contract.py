@@ -173,7 +173,8 @@ def test_the_model_runner_is_written_as_the_worker_expects() -> None:
     assert {"input_batch", "hidden_states", "aux_hidden_states"} <= {*ExecuteModelState.__annotations__}
     made = inspect.getsource(GPUModelRunner.__init__)
     assert "self.speculator = init_speculator(" in made and "self.use_aux_hidden_state_outputs = " in made
-    assert "set_eagle3_aux_hidden_state_layers(self.model" in inspect.getsource(GPUModelRunner.load_model)
+    loads = "".join(inspect.getsource(GPUModelRunner.load_model).split())
+    assert "set_eagle3_aux_hidden_state_layers(self.model," in loads
     assert "self.cudagraph_manager = ModelCudaGraphManager(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
     assert list(inspect.signature(GPUModelRunner.prepare_inputs).parameters)[3] == "batch_desc"
     inputs = inspect.getsource(GPUModelRunner.prepare_inputs)
