@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,15 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "7.0.0")
     monkeypatch.setattr(upstream, "_missing", lambda package, wanted: found)
     return found
+
+
+@pytest.mark.parametrize(
+    ("package", "folder"), [(VLLM, "target"), (TRL, "integrations"), (VERL, "integrations")], ids=str
+)
+def test_all_that_imports_a_package_is_looked_at(package: upstream.Upstream, folder: str) -> None:
+    paths = (Path(upstream.__file__).parents[1] / folder).glob("*.py")
+    importing = [path for path in paths if upstream._imported(package.name, ast.parse(path.read_text()))]
+    assert sorted(f"{folder}/{path.name}" for path in importing) == sorted(package.users)
 
 
 @pytest.mark.skipif(TRL.installed() is None, reason="trl is not installed")
