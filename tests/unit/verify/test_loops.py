@@ -15,6 +15,7 @@ import torch
 
 from specactor_ray.config.schema import RaceName, VerifyPolicy
 from specactor_ray.draft import loop as draft_loop
+from specactor_ray.draft import model
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer
@@ -22,11 +23,13 @@ from specactor_ray.draft.loop import checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.target import hf
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify import racing
 from specactor_ray.verify.policy import DraftPolicy, Suspension
+from tests.fakes.capturer import FakeCapturer
 from tests.fakes.loops import Bench, eagle, proposers, ragged, truth_of
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -119,6 +122,37 @@ def test_races_and_reconfigurations_change_no_token(
     assert snapshot["drafted_tokens"] > 0 or layout == "decoupled", "apart, it is a matter of time what arrives"
     assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
     assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_a_coupled_model_runs_in_captured_steps_once_prompts_were_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: engine and drafter are eager for prompts alone, at any acceptance."""
+    devices, batch = list[FakeCapturer](), requests(4, 1.0, max_tokens=100, ignore_eos=True)
+
+    def capturer_for(device: torch.device) -> FakeCapturer:
+        devices.append(FakeCapturer())
+        return devices[-1]
+
+    for module in (hf, model):
+        monkeypatch.setattr(module, "capturer_for", capturer_for)
+    drafter: Any = eagle() if kind == "eagle" else DraftModelProposer(ragged(tiny_target()))
+    bench, eager = Bench({"d-0": drafter}, True), [0, 0]
+    monkeypatch.undo()
+
+    def counted(which: int, forward: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            eager[which] += 1
+            return forward(*arguments)
+
+        return call
+
+    drafter._run = counted(0, drafter._run)
+    bench.engine._model.forward = counted(1, bench.engine._model.forward)  # type: ignore[method-assign]
+    snapshot = decoded(bench, batch)
+    assert snapshot["accepted_tokens"] > 0 and len(devices) == 2
+    assert max(eager) <= len(batch) < min(device.launches for device in devices), "a forward reads a prompt or more"
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
