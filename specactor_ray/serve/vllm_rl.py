@@ -40,6 +40,7 @@ _ABSENT = {
     **dict.fromkeys(("/init_broadcaster", "/init_weights_update_group", "/pull_weights"), _BY_DIRECTORY),
     **dict.fromkeys(("/shutdown_weight_transfer_engine", "/start_draft_weight_update"), _BY_DIRECTORY),
     **dict.fromkeys(("/update_weights_from_tensor", "/update_weights_from_distributed"), _BY_DIRECTORY),
+    "/release_kv_cache_memory": "POST /sleep frees the caches",
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"), _NO_ADAPTERS),
 }
 """Trainers' calls that are refused, and the replacement. Some trainers take status 404 as permission to go on."""
@@ -216,10 +217,10 @@ async def finish_session(session_id: str = "") -> dict[str, str]:
 
 
 @router.get("/get_world_size")
-async def world_size(service: Serving) -> dict[str, int]:
-    """Number of ranks of all verifiers (TRL, SkyRL)."""
+async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int]:
+    """Number of ranks of all verifiers, or of one (TRL, SkyRL)."""
     target = service.rollout.config.target
-    return {"world_size": target.replicas * max(1, target.gpus)}
+    return {"world_size": (target.replicas if include_dp else 1) * max(1, target.gpus)}
 
 
 # ---- weights ----

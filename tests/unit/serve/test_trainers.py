@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (GENERATE, ids([1]) | {"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
     ("/init_weight_transfer_engine", {"anything": [1]}, "/init_weight_transfer_engine is not available: weights come"),
     ("/v1/load_lora_adapter", {}, "/v1/load_lora_adapter is not available: adapters are not served; merge"),
-    *[(path, {}, f"{path} is not available") for path in ("/start_draft_weight_update", "/fetch_weights")],
+    *[(path, {}, f"{path} is not available") for path in ("/start_draft_weight_update", "/release_kv_cache_memory")],
     ("/pause?mode=later", None, "mode"),
     ("/abort_requests", {"request_ids": "b"}, "request_ids"),
     ("/sleep?level=0", None, "level"),
@@ -241,6 +241,14 @@ def test_a_pause_rejects_requests_or_lets_them_wait(mode: str) -> None:
         assert (await client.post(GENERATE, json=ids([1]))).is_success, "the last pause counts; SGLang's lets all wait"
 
     on(make_service(PausedEngine()), work)
+
+
+@pytest.mark.parametrize(("query", "ranks"), [("", 6), ("?include_dp=true", 6), ("?include_dp=false", 2)])
+def test_ranks_of_all_verifiers_or_of_one(query: str, ranks: int) -> None:
+    service = make_service(ScriptedEngine())
+    service.rollout.config.target.replicas, service.rollout.config.target.gpus = 3, 2
+    answer = on(service, lambda client: client.get(f"/get_world_size{query}"))
+    assert answer.json() == {"world_size": ranks}
 
 
 def test_state_in_vllms_form() -> None:
