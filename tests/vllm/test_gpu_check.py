@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.slow, pytest.mark.timeou
 
 
 def test_our_engine_is_measured_beside_stock_vllm_and_both_engines_asleep(tmp_path: Path) -> None:
-    settings = TINY_CHECK._replace(rows=(2,), accept=(0.0, 1.0), target_tokens=12)
+    settings = TINY_CHECK._replace(rows=(2,), accept=(0.0, 1.0), target_tokens=6)
     report = run_check(settings, ["vllm", "sleep"], tmp_path / "check.json", math.inf)
     assert report["status"] == "complete", report
     points = report["stages"]["vllm"]["points"]
