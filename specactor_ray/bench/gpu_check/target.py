@@ -90,7 +90,7 @@ def step_at_random(engine: TargetEngine, drafts: int, rng: np.random.Generator) 
     """Run a step with so many random draft tokens of each row."""
     rows = engine.decoding()
     tokens = rng.integers(0, engine.vocab_size, len(rows) * drafts).astype(np.int32)
-    engine.step(Drafts(rows, np.full(len(rows), drafts, np.int32), tokens) if drafts else NO_DRAFTS)
+    engine.step(Drafts(rows, np.full(len(rows), drafts, np.int32), tokens) if drafts else NO_DRAFTS, drafts)
 
 
 def forward_s(stage: Stage, model: RaggedModel, rows: int, queries: int) -> float:

@@ -88,7 +88,7 @@ class OurSide:
         begin = time.perf_counter()
         while engine.has_work():
             live = engine.decoding()
-            result = engine.step(oracle.tails(live, ends[live]))
+            result = engine.step(oracle.tails(live, ends[live]), oracle.drafts)
             if result.errors:
                 raise RuntimeError(f"requests ended with errors, such as {next(iter(result.errors.values()))}")
             at = places(ends[result.rows], result.lengths)
