@@ -38,7 +38,7 @@ from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.probable import top_tokens
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
-from specactor_ray.target.vllm_cpu import ranks_with_interpreter
+from specactor_ray.target.vllm_cpu import is_cpu_build, ranks_with_interpreter
 from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_graphs import check_graphs
 from specactor_ray.target.vllm_settings import (
@@ -92,6 +92,9 @@ class VllmEngine:
         require_vllm()
         set_environment(config)
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        if is_cpu_build():
+            what = "vLLM's CPU build runs its model runner in Triton's interpreter, for tests and development"
+            fall_back(logger, f"{what}: target.backend=hf is faster")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
