@@ -67,17 +67,11 @@ def ranks_with_interpreter() -> Iterator[None]:
         return
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
+    from specactor_ray.target.vllm_rank import rank_main
+
     real = WorkerProc.worker_main
     WorkerProc.worker_main = rank_main
     try:
         yield
     finally:
         WorkerProc.worker_main = staticmethod(real)
-
-
-def rank_main(*args: Any, **options: Any) -> None:
-    """`WorkerProc.worker_main` of vLLM with the interpreter."""
-    use_interpreter()
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    WorkerProc.worker_main(*args, **options)

@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "vllm": (
         "target/vllm.py",
         "target/vllm_cpu.py",
+        "target/vllm_rank.py",
         "target/vllm_worker.py",
         "target/vllm_weights.py",
         "bench/peers.py",

@@ -79,7 +79,7 @@ def test_coupled_gives_the_tokens_of_hf(truth: Any) -> None:
         assert tokens_of(rollout) == truth
         metrics = rollout.metrics()
     assert metrics.accepted_tokens > 0
-    assert metrics.forward_s > 0 and metrics.sampling_s > 0
+    assert metrics.forward_s > 0, "sampling is part of it: nothing waits between them"
 
 
 @pytest.fixture(scope="class")

@@ -1,0 +1,17 @@
+"""Main function of a rank of vLLM's CPU build in a process of its own, which unpickles it before anything of vLLM: so
+importing this module switches on the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specactor_ray.target.vllm_cpu import use_interpreter
+
+use_interpreter()
+
+
+def rank_main(*args: Any, **options: Any) -> None:
+    """`WorkerProc.worker_main` of vLLM."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    WorkerProc.worker_main(*args, **options)
