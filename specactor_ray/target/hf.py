@@ -3,7 +3,7 @@
 A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens (the part
 of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its draft tail. The
 model runs all of it as one packed sequence. A prefix in the cache, of a running or an ended request, is not computed
-again. On GPUs a step of decoding rows is a captured one, with the sampler behind it; others are eager.
+again. On GPUs most steps are captured, with the sampler behind the forward.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class _Plan(NamedTuple):
         return np.where(self.samples, 1 + self.drafted, 0)
 
 
-class _DecodeSteps:
-    """Captured steps of decoding rows: forward, sampler and comparison of drafts, with one copy up, one launch and one
-    copy down. `ranks`: as in `verify_arrays`; the other sizes are those of `Captured`."""
+class _CapturedSteps:
+    """Captured steps: forward, sampler and comparison of drafts, with one copy up, one launch and one copy down.
+    `ranks`: as in `verify_arrays`; the other sizes are those of `Captured`."""
 
     def __init__(
         self, model: RaggedModel, capturer: CudaCapturer, ranks: int, rows: int, tokens: int, longest: int
@@ -67,30 +67,31 @@ class _DecodeSteps:
         self._model, self._ranks, self._capturer, device = model, ranks, capturer, model.device
         self._found = torch.zeros(rows * (2 + 3 * (1 + longest_tail(1))), dtype=torch.int64, device=device)
         extras = (np.zeros(size, np.int64) for size in (rows, rows + 1, tokens, rows))
-        self._steps = Captured(model.cache, capturer, "Decoding", rows, tokens, longest, [*extras], self._step)
+        self._steps = Captured(model.cache, capturer, "The engine", rows, tokens, longest, [*extras], self._step)
         """Its extra inputs: begin of each row's logits and of its drafts, drafts, positions."""
         self.prepare, self.release = self._steps.prepare, self._steps.release
 
-    def find(self, counts: np.ndarray) -> StaticBatch | None:
-        """See `Captured.find`."""
+    def find(self, counts: np.ndarray, drafted: np.ndarray) -> StaticBatch | None:
+        """See `Captured.find`; `drafted`, `(n,)`: draft tokens of each row, the last ones of its new tokens."""
         batch = self._steps.find(counts)
-        return None if batch is None or counts.max() > 1 + batch.longest else batch
+        return None if batch is None or drafted.max() > batch.longest else batch
 
     @torch.inference_mode()
     def run(
-        self, batch: StaticBatch, cache_rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, tails: np.ndarray,
-        positions: np.ndarray, rules: np.ndarray,
-    ) -> Found:  # fmt: skip
-        """Run the batch that was found for `counts`, int64 `(n,)`: a token and the drafts of each row. `positions` and
-        `rules`, `(n,)`, are those of the first token that each row samples."""
-        cache, n, starts, ends = self._model.cache, len(counts), begins(counts), begins(counts - 1)
+        self, batch: StaticBatch, cache_rows: np.ndarray, counts: np.ndarray, drafted: np.ndarray, tokens: np.ndarray,
+        tails: np.ndarray, positions: np.ndarray, rules: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Run the batch that was found for `counts` and `drafted`, int64 `(n,)`, with the drafts `tails` among the
+        `tokens` of all rows. `positions` and `rules`, `(n,)`, are those of the first token that each row samples.
+        Returns the buffer of `Found`, which means nothing for rows that do not sample."""
+        cache, n, ends = self._model.cache, len(counts), begins(drafted)
         places_of, lengths = places(cache.lengths[cache_rows], counts), cache.lengths[cache_rows] + counts
         ends = np.concatenate([ends, np.full(batch.rows - n, ends[-1])])  # missing rows draft nothing
-        extras = starts[:-1], ends, tails, positions
+        extras = counts.cumsum() - 1 - drafted, ends, tails, positions
         self._steps.load(batch, cache_rows, counts, tokens, places_of, lengths, rules, extras)
         batch.replay()
         cache.lengths[cache_rows] = lengths
-        return Found(self._capturer.fetch(self._result(batch)[:n]))
+        return self._capturer.fetch(self._result(batch)[:n])
 
     def _result(self, batch: StaticBatch) -> torch.Tensor:
         """int64 `(R, columns)`: the buffer of `Found`."""
@@ -109,8 +110,8 @@ class HfEngine:
     request ignores them; `capturer`: of decode steps, None takes CUDA graphs on GPUs, and no capture on CPUs; the other
     arguments are keys of `target` (`config/schema.py`).
 
-    Steps that read more than one token of a context are eager, and so are steps with log-probabilities of prompts or of
-    the most probable tokens, and those with a longer tail than `longest_tail` in `models/captured.py`.
+    Eager are steps with log-probabilities of prompts or of the most probable tokens, and those for which
+    `models/captured.py` has no size: more tokens of prompts than in `sizes`, or a longer tail than `longest_tail`.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ class HfEngine:
         self.max_step_tokens = max(max_step_tokens, max_batch)
         longest = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
         warm_up(model.device, model.dtype, 1 + record_margins)
-        self._decode: _DecodeSteps | None = None
+        self._decode: _CapturedSteps | None = None
         if (capturer := capturer or capturer_for(model.device)) is not None:
             most = max_batch, self.max_step_tokens, longest
-            self._decode = _DecodeSteps(model, capturer, 1 + record_margins, *most)
+            self._decode = _CapturedSteps(model, capturer, 1 + record_margins, *most)
         self.max_model_len = min(longest, model.cache.free_slots)  # captured steps keep a page
         self.record_margins = record_margins
         self.weight_version, self.exports = 0, bool(model.cache.states.shape[1])
@@ -246,9 +247,11 @@ class HfEngine:
         tokens, cache_rows = self._tokens(plan, counts, tails), self._admission.cache_rows(plan.rows)
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
         scores, tops = dict[int, np.ndarray](), None
-        if (batch := self._captured(plan, counts)) is not None and self._decode is not None:
-            positions, rules = self._rows.length[rows], self._rows.rules.table[rows]
-            found = self._decode.run(batch, cache_rows, counts, tokens, tails, positions, rules)
+        batch = self._step_for(plan, counts)
+        if batch is not None and self._decode is not None:
+            positions, rules = self._rows.length[plan.rows], self._rows.rules.table[plan.rows]
+            inputs = cache_rows, counts, plan.drafted, tokens, tails, positions, rules
+            found = Found(self._decode.run(batch, *inputs)[plan.samples])
             forward_s, sampling_s = time.perf_counter() - begin, 0.0
         else:
             num_logits = np.where(plan.scored > 0, counts, plan.sampled)
@@ -265,13 +268,12 @@ class HfEngine:
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         return result
 
-    def _captured(self, plan: _Plan, counts: np.ndarray) -> StaticBatch | None:
+    def _step_for(self, plan: _Plan, counts: np.ndarray) -> StaticBatch | None:
         """The captured step for a plan; None: it is eager."""
-        if self._decode is None or plan.context.max() > 1 or not plan.samples.all() or plan.scored.any():
+        rules = self._rows.rules
+        if self._decode is None or plan.scored.any() or (rules.any_tops and rules.tops[plan.rows].any()):
             return None
-        if self._rows.rules.any_tops and self._rows.rules.tops[plan.rows].any():
-            return None
-        return self._decode.find(counts)
+        return self._decode.find(counts, plan.drafted)
 
     def _plan(self, drafts: Drafts) -> _Plan:
         """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""

@@ -222,4 +222,4 @@ def test_padding_changes_no_bit_of_a_row(limits: dict[str, int], monkeypatch: py
         # Multiples of four tokens: functions of the CPU round differently behind the last whole vector.
         for turn, mix in enumerate(([0, 0, 0, 0], [1, 0, 4, 3], [0, 9, 0, 3], [2, 2, 2, 2])):
             assert test_captured.equal(ours.step(mix), theirs.step(mix)), turn
-    assert device.launches == 4
+    assert device.launches > 4, "prompts, too"

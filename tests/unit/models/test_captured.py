@@ -97,7 +97,7 @@ def test_a_decode_step_is_a_copy_a_launch_and_a_fetch(hidden: tuple[int, ...], c
     device = FakeCapturer()
     options = {"record_margins": not hidden, "hidden_layers": hidden, "max_batch": 6}
     ours, theirs = (Turns(raw(capturer=one, **options), 5) for one in (device, None))
-    assert device.captures == len(sizes(6, 512)) and not device.launches, "prompts are eager"
+    assert device.captures == len(sizes(6, 512)) and device.launches == device.fetches == 1, "all prompts at once"
     for turn, mix in enumerate(MIXES * 2):
         launches, fetches, copies[0] = device.launches, device.fetches, 0
         found = ours.step(mix)
@@ -123,21 +123,38 @@ def test_right_drafts_are_accepted() -> None:
 def test_what_a_captured_step_lacks_is_eager(sampling: dict[str, Any], mix: list[int] | None) -> None:
     device = FakeCapturer()
     ours, theirs = (Turns(raw(capturer=one), 5, **sampling) for one in (device, None))
-    assert not device.launches
+    launches = device.launches
+    assert launches == (not sampling)
     if mix is not None:
         found, wanted = ours.step(mix), theirs.step(mix)
-        assert not device.launches and np.array_equal(found.tokens, wanted.tokens)
+        assert device.launches == launches and np.array_equal(found.tokens, wanted.tokens)
         assert (found.tops is None) == (wanted.tops is None) == (not sampling)
 
 
-def test_steps_beside_a_prompt_are_eager_and_rows_beyond_the_sizes_too() -> None:
+@pytest.mark.parametrize("length", [1, 2, 20, 70, 300])
+def test_steps_beside_a_prompt_are_captured(length: int) -> None:
+    """In whole or in chunks, with tails beside it; only the rows whose prompts were read sample a token."""
     device = FakeCapturer()
-    turns = Turns(raw(capturer=device), 3)
-    turns.engine.add(7, TargetRequest("late", (5,) * 20, SamplingParams()))
-    turns.step([0, 0, 0])
-    assert not device.launches
-    turns.step([0, 0, 0])
-    assert device.launches == 1
+    ours, theirs = (Turns(raw(capturer=one, max_step_tokens=100), 3) for one in (device, None))
+    launches, steps = device.launches, 0
+    for turns in (ours, theirs):
+        turns.engine.add(7, TargetRequest("late", tuple(range(5, 5 + length)), SamplingParams(seed=4)))
+    for mix in ([0, 3, 0], [2, 2, 2], [0, 0, 0], [0, 9, 0]):
+        found, wanted, steps = ours.step(mix), theirs.step(mix), steps + 1
+        assert equal(found, wanted) and found.num_prefill_tokens == wanted.num_prefill_tokens
+    assert device.launches - launches == steps
+
+
+def test_a_prompt_that_is_longer_than_the_sizes_is_eager() -> None:
+    device, most = FakeCapturer(), max(tokens for _, tokens in sizes(4, 512))
+    engine = raw(capturer=device, max_batch=4)
+    for length in (most, most + 1):
+        engine.add(0, TargetRequest("r0", tuple(range(5, 5 + length)), SamplingParams()))
+        launches = device.launches
+        engine.step()
+        assert device.launches - launches == (length == most)
+        engine.remove(0)
+        engine.reset_prefix_cache()
 
 
 def test_padding_writes_to_no_page_of_a_row() -> None:
@@ -164,7 +181,7 @@ def test_sleep_drops_the_steps_and_waking_captures_them_again() -> None:
     engine = Driver(raw(capturer=device, max_batch=4))
     before, captures = answers(engine, batch).tokens, device.captures
     engine.sleep()
-    assert device.releases == 1 and engine._decode.find(np.ones(2, np.int64)) is None
+    assert device.releases == 1 and engine._decode.find(*np.ones((2, 2), np.int64)) is None
     engine.wake()
     engine.wake()
     assert device.captures == 2 * captures
@@ -178,7 +195,7 @@ def test_a_device_that_cannot_capture_is_named_and_decodes_without() -> None:
     engine = Driver(raw(capturer=device))
     assert answers(engine, batch).tokens == answers(Driver(raw()), batch).tokens
     assert not device.launches and not device.fetches
-    assert "Decoding runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
+    assert "The engine runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
     engine.sleep()
     engine.wake()
     assert not device.captures
@@ -196,7 +213,7 @@ def test_the_page_of_the_steps_is_no_room_for_requests() -> None:
         assert (device.launches > 0) == (pages > 1)
         with pytest.raises(InputError, match="cache budget"):
             engine.add(TargetRequest("long", (5,) * engine.max_model_len, SamplingParams()))
-    assert "Decoding runs without CUDA graphs: the cache has a single page" in fallbacks()
+    assert "The engine runs without CUDA graphs: the cache has a single page" in fallbacks()
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:
