@@ -100,8 +100,10 @@ def room_on_cpu(available: float, target: TargetConfig) -> float:
 
 
 def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> float:
-    """Bytes left on a GPU of `total` bytes beside `hosted` bytes of drafters; below 0 if the model does not fit."""
-    return _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
+    """Bytes left for the cache on a GPU of `total` bytes beside `hosted` bytes of drafters; below 0 if the model does
+    not fit."""
+    left = _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
+    return left / (1 + states_beside_the_cache(target, 1.0))
 
 
 def beside_the_cache(target: TargetConfig) -> float:

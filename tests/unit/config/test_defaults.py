@@ -183,6 +183,11 @@ def test_the_plan_of_a_gpu(gib: int) -> None:
     halved = on_gpu(dtype="bfloat16", max_batch=512, gpus=2, tensor_parallel=2)
     more = cache_bytes(halved, room_on_gpu(halved, total))
     assert more / (57344 / 2) > 2 * cache / 57344, "tokens: half the weights and half of each token's keys and values"
+    reading = on_gpu(dtype="bfloat16", hidden_layers=[2, 14, 25])
+    fewer = cache_bytes(reading, room_on_gpu(reading, total))
+    states = cache_size.states_beside_the_cache(reading, fewer)
+    assert states == pytest.approx(fewer * 3 * 3584 * 2 / 57344)
+    assert fewer + states + cache_size.beside_the_cache(reading) == pytest.approx(0.92 * total)
     short = on_gpu(dtype="bfloat16", max_model_len=128, max_batch=4)
     assert cache_bytes(short, room_on_gpu(short, total)) == 5 * 256 * 57344, "no more than four requests take"
     assert room_on_gpu(target, total, 2.0 * GIB) == pytest.approx(room_on_gpu(target, total) - 2 * GIB)
