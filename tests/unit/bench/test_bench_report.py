@@ -339,7 +339,7 @@ def test_cells_have_three_digits(value: Any, shown: str) -> None:
 def test_mistakes_are_refused_before_anything_starts(
     drafters: int, peers: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specactor_ray.target.vllm_settings.DISTRIBUTIONS", ())
+    monkeypatch.setattr("specactor_ray.core.upstream.Upstream.installed", lambda _: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     report = tmp_path / "bench.json"
     if "exists" in problem:
