@@ -147,28 +147,38 @@ def verify_on_device(
     positions: torch.Tensor,
     rules: Rules,
     ranks: int,
+    slots: torch.Tensor | None = None,
     *,
     ids: np.ndarray | None = None,
     logprobs: bool = True,
+    wait: bool = False,
 ) -> torch.Tensor:
-    """`verify_arrays` for the slots 0, 1, ... with tensors on the device of the logits, without a wait for it; on GPUs
-    by the Triton kernels. `longest`: most drafts of a request, or more. Returns the buffer of `Found`, with
-    `longest + 1` columns of each kind.
+    """`verify_arrays` with tensors on the device of the logits, without a wait for it; on GPUs by the Triton kernels.
+
+    Args:
+        longest: Most drafts of a request, or more.
+        slots: None: 0, 1, and so on. A request at a position before its first one gets a token without a meaning.
+        wait: Sample on the host, which waits, where the kernels do not run on a GPU.
+
+    Returns:
+        The buffer of `Found`, on that device, with `longest + 1` columns of each kind.
 
     Raises:
-        RuntimeError: The Triton kernels do not run on this device.
+        RuntimeError: The Triton kernels do not run on this device, and `wait` is false.
     """
     import torch
 
-    slots = torch.arange(len(positions), device=logits.device)
-    if logits.device.type == "cpu":
-        rows = [one.numpy() for one in (offsets, tail_offsets, tails, positions, slots)]
-        return torch.from_numpy(_on_host(logits, rows, rules, ranks, 1 + longest, ids, logprobs))
-    if fitting(logits.device, logits.dtype, ranks) != "triton":
-        raise RuntimeError("sampling runs on the host")
-    from specactor_ray.sampling import fused
+    device = logits.device
+    slots = torch.arange(len(positions), device=device) if slots is None else slots
+    if fitting(device, logits.dtype, ranks) == "triton":
+        from specactor_ray.sampling import fused
 
-    return fused.verify(logits, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
+        x = logits if logits.stride(1) == 1 else logits.contiguous()
+        return fused.verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
+    if device.type != "cpu" and not wait:
+        raise RuntimeError("sampling runs on the host")
+    rows = [one.cpu().numpy() for one in (offsets, tail_offsets, tails, positions, slots)]
+    return torch.from_numpy(_on_host(logits, rows, rules, ranks, 1 + longest, ids, logprobs)).to(device)
 
 
 def _on_host(
@@ -187,33 +197,6 @@ def _on_host(
     drafts = offsets, tail_offsets, tails.astype(np.int32, copy=False), positions, slots
     kernels.verify_batch(x, x.view(np.int32), *drafts, rules.table, tokens, ranks, logprobs, out)
     return packed
-
-
-def verify_tensors(
-    logits: torch.Tensor,
-    offsets: torch.Tensor,
-    tail_offsets: torch.Tensor,
-    tails: torch.Tensor,
-    longest: int,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    rules: Rules,
-    ranks: int = 1,
-) -> torch.Tensor:
-    """`verify_arrays` with tensors on the device of the logits: the buffer of `Found`, on that device. Nothing waits
-    for the device where the kernels run there. `longest`: most drafts of a request. A request at a position before its
-    first one gets a token without a meaning."""
-    if fitting(logits.device, logits.dtype, ranks) == "triton":
-        from specactor_ray.sampling import fused
-
-        x = logits if logits.stride(1) == 1 else logits.contiguous()
-        return fused.verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
-    import torch
-
-    firsts, ends, drafts, at, rows = (part.cpu().numpy() for part in (offsets, tail_offsets, tails, positions, slots))
-    at = np.maximum(at, -rules.table["base"][rows])
-    found = verify_arrays(logits, firsts, ends, drafts, at, rows, rules, ranks, backend="numba")
-    return torch.from_numpy(found.packed).to(logits.device)
 
 
 def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:

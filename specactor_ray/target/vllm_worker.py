@@ -28,7 +28,7 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import to_wire
-from specactor_ray.sampling.keyed import verify_tensors, warm_up
+from specactor_ray.sampling.keyed import verify_on_device, warm_up
 from specactor_ray.sampling.probable import ranked
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm import CoreStep
@@ -243,9 +243,8 @@ class KeyedSampler(Sampler):
             tails = inputs[:0]
         starts, tail_offsets = cu[:-1].long(), (cu - torch.arange(n + 1, dtype=cu.dtype, device=device)).long()
         positions, longest = batch.positions[batch.logits_indices[starts]] + 1, int(drafted.max(initial=0))
-        packed = verify_tensors(
-            logits, starts, tail_offsets, tails, longest, positions, batch.idx_mapping, self._rules, 1 + self._margins
-        )
+        rows = logits, starts, tail_offsets, tails, longest, positions
+        packed = verify_on_device(*rows, self._rules, 1 + self._margins, batch.idx_mapping, wait=True)
         prefill_len = self.req_states.prefill_len
         counts = packed[:, 0].clamp(min=1).int()
         number, rejected = get_num_sampled_and_rejected(counts, batch.seq_lens, cu, batch.idx_mapping, prefill_len.gpu)
