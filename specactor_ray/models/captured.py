@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
 _ROWS = (1, 4, 16, 32, 64, 128, 256)
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, *range(128, 512, 64), *range(512, 4097, 128))
-"""Sizes of steps. Up to 128 tokens, padding costs a GPU little: a forward reads all weights anyway."""
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+"""Sizes of steps. Padding to 128 tokens costs little: all weights are read. Launches of larger steps cost little."""
 
 
 class CudaCapturer:
@@ -74,7 +74,9 @@ def longest_tail(rows: int) -> int:
 
 def sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
     """(R, N) of the steps for up to `rows` rows with up to `tokens` tokens, the smallest first."""
-    most = {r: min(r * (1 + longest_tail(r)), tokens) for r in (*(r for r in _ROWS if r < rows), rows)}
+    most = {
+        r: min(r * (1 + longest_tail(r)), tokens, max(r, _TOKENS[-1])) for r in (*(r for r in _ROWS if r < rows), rows)
+    }
     return [(r, n) for r, end in most.items() for n in sorted({r, end, *(n for n in _TOKENS if r < n < end)})]
 
 

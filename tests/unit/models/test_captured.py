@@ -33,15 +33,18 @@ from tests.unit.target.test_hf_engine import load, raw
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 9}, {"top_p": 0.8}, {}, {"top_k": 30, "top_p": 0.9})
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 512), (3, 7), (16, 512), (64, 512), (128, 1152), (512, 512)])
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [(1, 1), (1, 512), (3, 7), (16, 512), (64, 512), (128, 1152), (512, 512), (256, 4096), (512, 8192)],
+)
 def test_every_mix_of_tails_has_a_step_and_steps_are_few(rows: int, tokens: int) -> None:
     all_sizes = sizes(rows, tokens)
-    assert len(set(all_sizes)) == len(all_sizes) <= 60
+    assert len(set(all_sizes)) == len(all_sizes) <= 90
     assert {r for r, n in all_sizes} == {r for r, n in all_sizes if r == n}, "bursts go on with a token of each row"
     for r, n in all_sizes:
         assert r <= rows and r <= n <= tokens
     for n in range(1, rows + 1):
-        most = min(n * (1 + longest_tail(rows)), tokens)
+        most = min(n * (1 + longest_tail(rows)), tokens, 2048)
         assert any(r >= n and size >= most for r, size in all_sizes), (n, most)
         # Padding is at most as many tokens again, or 128.
         for wanted in range(n, most + 1):
