@@ -74,9 +74,7 @@ def longest_tail(rows: int) -> int:
 
 def sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
     """(R, N) of the steps for up to `rows` rows with up to `tokens` tokens, the smallest first."""
-    most = {
-        r: min(r * (1 + longest_tail(r)), tokens, max(r, _TOKENS[-1])) for r in (*(r for r in _ROWS if r < rows), rows)
-    }
+    most = {r: min(r * (1 + longest_tail(r)), tokens, _TOKENS[-1]) for r in (*(r for r in _ROWS if r < rows), rows)}
     return [(r, n) for r, end in most.items() for n in sorted({r, end, *(n for n in _TOKENS if r < n < end)})]
 
 
