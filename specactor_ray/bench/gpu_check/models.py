@@ -20,6 +20,8 @@ from specactor_ray.target.vllm_settings import WEIGHTS_FILE
 
 STEP_TOKENS = 8192
 """Most positions of a step."""
+_PAGE = 128
+"""Most tokens of a page of vLLM's cache."""
 
 
 def random_config(shape: Mapping[str, int]) -> Any:
@@ -71,7 +73,7 @@ def vllm_target(settings: Settings, model: str) -> TargetConfig:
     cuda, rows = settings.device == "cuda", max(settings.rows)
     length = settings.target_prompt + 2 * settings.target_tokens + settings.window + 16
     itemsize = getattr(torch, settings.dtype).itemsize
-    cache = (rows + 1) * (length + 64) * token_bytes(random_config(settings.target), itemsize)
+    cache = (rows + 1) * (length + 2 * _PAGE) * token_bytes(random_config(settings.target), itemsize)
     watch = f"{Watch.__module__}.{Watch.__qualname__}"
     return TargetConfig(
         model=model,
@@ -80,7 +82,7 @@ def vllm_target(settings: Settings, model: str) -> TargetConfig:
         max_model_len=length,
         max_batch=rows,
         max_step_tokens=max(STEP_TOKENS, rows * (1 + settings.window)),
-        kv_cache_gb=1.1 * cache / GIB,
+        kv_cache_gb=cache / GIB,
         gpus=int(cuda),
         cores=1,
         compiled=cuda,

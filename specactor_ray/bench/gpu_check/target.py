@@ -83,6 +83,8 @@ def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:
         sampling = SamplingParams(seed=row, max_tokens=_OUTPUT, ignore_eos=True)
         engine.add(row, TargetRequest(f"r{row}", tuple(prompt), sampling))
     while len(engine.decoding()) < rows:
+        if not engine.has_work():
+            raise RuntimeError(f"the engine does not decode {rows} requests at once")
         engine.step()
 
 

@@ -23,10 +23,19 @@ from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
-from specactor_ray.target.vllm_settings import set_environment
 
 _STRIDE = 37
 """Steps between the places of neighbouring rows in the pattern of right and wrong drafts."""
+
+
+_STOCK = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+}
+"""Variables of the process of stock vLLM."""
 
 
 class Run(NamedTuple):
@@ -106,8 +115,9 @@ class StockSide:
 
     def __init__(self, settings: Settings, model: str) -> None:
         config = vllm_target(settings, model)
-        set_environment(config)
-        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # stock vLLM chooses
+        os.environ |= _STOCK
+        for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
+            os.environ.pop(name, None)  # choices of ours
         from vllm import LLM
 
         from specactor_ray.target.vllm import kernel_scan_without_llvmlite

@@ -16,7 +16,9 @@ import torch
 from specactor_ray.bench.gpu_check import command, drafting, flips, measurements, memory, stage, target
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.measurements import measure_attention
+from specactor_ray.bench.gpu_check.models import random_model
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
+from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine
 from specactor_ray.bench.gpu_check.vllm import Oracle, pattern
 from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.draft import model
@@ -246,3 +248,9 @@ def test_a_gpu_is_busy_where_kernels_overlap_once(monkeypatch: pytest.MonkeyPatc
     seen = Kernels("cuda").end(calls=5)
     assert seen.busy_s == pytest.approx(9e-6) and seen.seconds == pytest.approx({"attend": 6e-6, "copy": 5e-6})
     assert Kernels("cpu").end().busy_s is None
+
+
+def test_a_cache_that_holds_too_few_requests_ends_the_stage() -> None:
+    engine = hf_engine(TINY_CHECK, random_model(TINY_CHECK.target, "float32", "cpu", tokens=48))
+    with pytest.raises(RuntimeError, match="does not decode 4 requests at once"):
+        begin_decoding(engine, TINY_CHECK, 4)
