@@ -95,6 +95,8 @@ def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
 def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
     """Start vLLM in this process, warm it up, and time every workload: a row each."""
     bind_to_cores(work.cores)
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):  # of our engine in the parent
+        os.environ.pop(name, None)
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
