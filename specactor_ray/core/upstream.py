@@ -35,7 +35,7 @@ class Upstream:
     parts: Mapping[str, Sequence[str]]
     """Path of a module or class → names in it; a function that gets arguments has their names, as in `step(batch)`."""
     users: tuple[str, ...] = ()
-    """Files below `specactor_ray`: what they import from the package are parts, too, and their classes define the
+    """Patterns of files below `specactor_ray`: what they import from the package are parts, too, and their classes define the
     abstract methods of its classes."""
     distributions: Sequence[str] = ()
     """Distributions that bring the package; by default the one of its name."""
@@ -79,8 +79,8 @@ class Upstream:
     def _wanted(self) -> Iterator[str]:
         for owner, names in self.parts.items():
             yield from (f"{owner}.{name}" for name in names)
-        for user in self.users:
-            yield from _imported(self.name, _tree(_ROOT / user)).values()
+        for tree in _trees(self.users):
+            yield from _imported(self.name, tree).values()
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _missing(package: str, wanted: Sequence[str]) -> list[str]:
 def _undefined(package: str, users: Sequence[str]) -> list[str]:
     """Abstract methods of the package's classes that classes of this package, derived from them, lack."""
     sources, found = Sources(package), list[str]()
-    for tree in (_tree(_ROOT / user) for user in users):
+    for tree in _trees(users):
         imported = _imported(package, tree)
         for one in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             own = {name for statement in one.body for name in _names(statement)}
@@ -107,6 +107,10 @@ def _imported(package: str, tree: ast.AST) -> dict[str, str]:
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module is not None)
     own = (node for node in imports if str(node.module).partition(".")[0] == package)
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in own for alias in node.names}
+
+
+def _trees(users: Sequence[str]) -> list[ast.Module]:
+    return [_tree(path) for pattern in users for path in sorted(_ROOT.glob(pattern))]
 
 
 @functools.cache

@@ -33,7 +33,7 @@ TRL = Upstream(
 VERL = Upstream(
     "verl",
     tested=("0.9",),
-    users=("integrations/verl.py", "integrations/verl_server.py"),
+    users=("integrations/verl*.py",),
     parts={
         "verl.workers.rollout.replica.RolloutReplica": (
             *("__init__(replica_rank, config, model_config)", "init_standalone", "init_colocated(resource_pool)"),

