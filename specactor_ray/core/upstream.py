@@ -35,8 +35,8 @@ class Upstream:
     parts: Mapping[str, Sequence[str]]
     """Path of a module or class → names in it; a function that gets arguments has their names, as in `step(batch)`."""
     users: tuple[str, ...] = ()
-    """Patterns of files below `specactor_ray`: what they import from the package are parts, too, and their classes define the
-    abstract methods of its classes."""
+    """Patterns of files below `specactor_ray`: what these import from the package are parts, too, and their classes
+    define the abstract methods of its classes."""
     distributions: Sequence[str] = ()
     """Distributions that bring the package; by default the one of its name."""
 
