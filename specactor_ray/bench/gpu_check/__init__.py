@@ -1,1 +1,1 @@
-"""Measurement of this project's work on one GPU in a few minutes, without Ray or vLLM: `scripts/gpu-check`."""
+"""Measurement of this project's work on one GPU in a few minutes, without Ray: `scripts/gpu-check`."""

@@ -1,4 +1,4 @@
-"""`scripts/gpu-check`: what one GPU does with this project's work, without Ray, vLLM, a network or a checkpoint.
+"""`scripts/gpu-check`: what one GPU does with this project's work, without Ray, a network or a checkpoint.
 
 Figures go to a JSON file, which is replaced as a whole after every measurement, so it is readable at any time.
 """
