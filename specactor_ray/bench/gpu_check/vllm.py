@@ -51,11 +51,11 @@ class Run(NamedTuple):
 class Oracle(NamedTuple):
     """Drafts of known tokens."""
 
-    drafts: int = 0
+    drafts: int
     """Draft tokens of each row in a step."""
-    known: np.ndarray = np.zeros((0, 0), np.int32)
+    known: np.ndarray
     """int32 `(rows, tokens)`: outputs; bool, the same shape: where the draft is right."""
-    right: np.ndarray = np.zeros((0, 0), np.bool_)
+    right: np.ndarray
 
     def tails(self, rows: np.ndarray, ends: np.ndarray) -> Drafts:
         """The drafts of rows with so many output tokens."""
@@ -67,6 +67,9 @@ class Oracle(NamedTuple):
         known = self.known[rows[:, None], at]
         tokens = np.where(self.right[rows[:, None], at], known, known ^ 1)
         return Drafts(rows, lengths.astype(np.int32), tokens[column < lengths[:, None]].astype(np.int32))
+
+
+_PLAIN = Oracle(0, np.zeros((0, 0), np.int32), np.zeros((0, 0), np.bool_))
 
 
 class Side(Protocol):
@@ -186,9 +189,9 @@ def measure_side(stage: Stage, name: str, model: str) -> None:
 
     def oracle(rows: int, drafts: int, accept: float | None) -> Oracle:
         if accept is None:
-            return Oracle()
+            return _PLAIN
         if rows not in known:
-            known[rows] = side.run(rows, tokens, Oracle()).tokens
+            known[rows] = side.run(rows, tokens, _PLAIN).tokens
         return Oracle(drafts, known[rows], pattern(rows, settings.target_tokens, accept))
 
     def measure(rows: int, drafts: int, accept: float | None, what: str) -> str:
@@ -204,7 +207,7 @@ def measure_side(stage: Stage, name: str, model: str) -> None:
         stage.point(key, **figures)
         return ", ".join(f"{title} {cell(value)}" for title, value in figures.items())
 
-    side.run(most, 8, Oracle())  # compiles
+    side.run(most, 8, _PLAIN)  # compiles
     drafted = [(0, None), *itertools.product(filter(None, settings.drafts), settings.accept)]
     cells = [one for one in drafted if one[0] in settings.drafts and (name == "ours" or not one[0])]
     stage.each(((rows, *one, what) for rows in settings.rows for one in cells for what in ("speed", "graphs")), measure)

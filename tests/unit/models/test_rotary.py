@@ -213,10 +213,10 @@ def test_heads_have_fixed_positions() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(None, CONTEXT), (48, 48), (200, 200)])
 def test_vllm_gets_the_context_that_chooses_positions(phi3: str, given: int | None, expected: int) -> None:
-    assert engine_arguments(config(phi3, given).target, 0, "a.Proposer")["max_model_len"] == expected
+    assert engine_arguments(config(phi3, given).target, 0)["max_model_len"] == expected
 
 
 def test_vllm_chooses_the_context_of_other_models(tmp_path: Path) -> None:
     with quiet_transformers():
         plain_model("llama").save_pretrained(tmp_path)
-    assert engine_arguments(config(str(tmp_path), None).target, 0, "a.Proposer")["max_model_len"] is None
+    assert engine_arguments(config(str(tmp_path), None).target, 0)["max_model_len"] is None
