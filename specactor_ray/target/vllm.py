@@ -257,6 +257,8 @@ class VllmEngine:
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)
         self._run_out()
+        if self._core.model_executor.is_sleeping:  # on GPUs nothing is mapped then; the cache stays asleep
+            self._core.model_executor.wake_up(["weights"])
         try:
             if self._config.tensor_parallel == 1:
                 self._core.collective_rpc("replace_weights", kwargs={"weights": weights})

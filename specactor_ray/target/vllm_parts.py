@@ -37,7 +37,7 @@ VLLM = Upstream(
         ),
         "vllm.v1.executor.abstract.Executor": (
             *("get_class(vllm_config)", "execute_model(scheduler_output, non_block)"),
-            "sample_tokens(grammar_output, non_block)",
+            *("sample_tokens(grammar_output, non_block)", "is_sleeping", "wake_up(tags)"),
         ),
         "vllm.engine.arg_utils.EngineArgs": ("create_engine_config", "additional_config", "worker_cls"),
         "vllm.triton_utils.dispatcher": ("sys",),

@@ -16,6 +16,8 @@ from specactor_ray.models.loading import tied
 from specactor_ray.models.probe import eager_logprobs, probe_tokens
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.target.vllm import VllmEngine
+from tests.tiny import tiny_vllm_target
+from tests.unit.target.test_hf_engine import load
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import raw
 
@@ -161,3 +163,24 @@ def test_a_parameter_without_weights_is_an_error(tmp_path: Path, monkeypatch: py
         engine.load_weights(1, weights_of("llama", 1))
     assert engine.weight_version == 0
     engine.close()
+
+
+def test_weights_that_come_in_a_sleep_wake_their_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a sleeping engine has no memory for them; that of the cache is still free for a trainer."""
+    engine, calls = raw(), list[tuple[str, Any]]()
+    executor = engine._core.model_executor
+    rpc = executor.collective_rpc
+
+    def called(method: Any, *args: Any, **options: Any) -> Any:
+        calls.append((method, (options.get("kwargs") or {}).get("tags")))
+        return rpc(method, *args, **options)
+
+    monkeypatch.setattr(executor, "collective_rpc", called)
+    engine.sleep()
+    engine.load_weights(1, load(tiny_vllm_target()).state_dict())
+    engine.load_weights(2, load(tiny_vllm_target()).state_dict())
+    engine.wake()
+    seen = [call for call in calls if call[0] in ("sleep", "wake_up", "replace_weights")]
+    replaced = ("replace_weights", None)
+    assert seen == [("sleep", None), ("wake_up", ["weights"]), replaced, replaced, ("wake_up", None)]
+    assert executor.is_sleeping is False
