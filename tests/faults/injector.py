@@ -73,6 +73,8 @@ class Injector:
         self.struck: Counter[str] = Counter()
         self.left = plan.count if any(kind not in BY_ROUND + EARLY for kind in plan.kinds) else 0
         """Faults that are still to come."""
+        self.last_at = 0.0
+        """Virtual time of the last one."""
         self.controller_killed = False
         self._simulation = simulation
         self._kernel, self._network, self._models = simulation.kernel, simulation.network, simulation.models
@@ -157,7 +159,7 @@ class Injector:
         self._scheduled = False
         if self.left <= 0 or self._paused or self._simulation.done:
             return
-        self.left -= 1
+        self.left, self.last_at = self.left - 1, self._kernel.now
         if "kill controller" in self.plan.kinds and self._rng.random() < 2.0 / max(self.plan.count, 2):
             self.struck["kill controller"] += 1
             self._kill_controller()

@@ -338,7 +338,10 @@ class Simulation(VirtualRun):
         self.report.gave_up = str(error)
         if self.injector.controller_killed:
             return
-        if self.scenario.verifiers == 1 and self.injector.left:
+        cluster = self.config.cluster
+        patience_s = cluster.start_timeout_s + cluster.placement_timeout_s  # of the rollout, until it gives up
+        struck = self.injector.left or self.kernel.now - self.injector.last_at < patience_s
+        if self.scenario.verifiers == 1 and struck:
             self.injector.heal()
             self._check_settled()
         else:
