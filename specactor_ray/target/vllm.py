@@ -213,10 +213,7 @@ class VllmEngine:
     def _run(self, drafts: Drafts, window: int, *, ahead: bool = True) -> _Read:
         """Run one step; see `Flight.run`. Returns its report, None without positions, and the requested
         log-probabilities of prompts by the id of the request."""
-        rows = self.decoding()
-        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
-        flat, ends = drafts.tokens[places(firsts, lengths)].tolist(), begins(lengths).tolist()
-        tails = {self._ids[row]: flat[ends[i] : ends[i + 1]] for i, row in enumerate(rows.tolist())}
+        tails = self._tails(drafts) if len(drafts.tokens) else {}
         output, groups = self._flight.run(tails, window, ahead=ahead)
         scores = dict[str, np.ndarray]()
         for one in [one for group in groups.values() for one in group.outputs]:
@@ -224,6 +221,13 @@ class VllmEngine:
                 ids, values, *_ = one.new_prompt_logprobs_tensors
                 scores[one.request_id] = np.stack((values[:, 0], ids[:, 1], values[:, 1]), axis=1, dtype=np.float32)
         return getattr(output, KEY, None), scores
+
+    def _tails(self, drafts: Drafts) -> dict[str, list[int]]:
+        """Drafts of the requests that decode, by the id of the request, as far as they may be verified."""
+        rows = self.decoding()
+        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
+        flat, ends = drafts.tokens[places(firsts, lengths)].tolist(), begins(lengths).tolist()
+        return {self._ids[row]: flat[ends[i] : ends[i + 1]] for i, row in enumerate(rows.tolist())}
 
     def _commit(self, done: CoreStep) -> StepResult:
         """Commit the tokens of the requests that are still here."""

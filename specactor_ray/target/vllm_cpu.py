@@ -38,17 +38,22 @@ def use_interpreter() -> None:
     if not is_cpu_build():
         return
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
     from triton.backends import backends
+
+    if "cpu" not in backends:
+        backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+        quicken_interpreter()
+
+
+def quicken_interpreter() -> None:
+    """Patch Triton's language once per process instead of at each launch, which takes most of a launch's time, and skip
+    checks of integer overflow."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    if "cpu" in backends:
-        return
-    backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(function: Any) -> Any:
-        """Patch Triton's language once per process instead of at each launch, which takes most of a launch's time."""
         modules = frozenset(id(one) for one in function.__globals__.values() if one is tl or one is tl.core)
         if modules not in patched:
             patched.add(modules)

@@ -24,6 +24,7 @@ from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
+from specactor_ray.target.vllm_cpu import quicken_interpreter
 from tests.fakes.tiny_check import TINY_CHECK
 from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
 
@@ -34,19 +35,7 @@ LAST_POSITION = 2**32 - 1
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Patch triton's language once per process instead of at every call, and skip checks of integer overflow, which the
-    hash is made of: four times as fast."""
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(function: object) -> object:
-        modules = frozenset(id(value) for value in function.__globals__.values() if value in (tl, tl.core))
-        if modules not in patched:
-            patched.add(modules)
-            patch(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_once
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    quicken_interpreter()  # overflow is what hashes are made of
     torch.set_num_threads(1)
 
 
