@@ -120,7 +120,7 @@ class DraftRequests:
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
 
     def _add_states(self, verifier: _Verifier, message: CommitBatch, states: States) -> None:
-        """Give hidden states to the requests that the message has opened, or whose commits were taken."""
+        """Pass hidden states to the requests that the message opened or committed to."""
         handles = dict(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
         handles |= {opened.row: opened.generation for opened in message.opened}
         generations = np.array([handles.get(row, _NONE) for row in states.rows.tolist()], np.int32)

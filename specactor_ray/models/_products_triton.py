@@ -1,4 +1,4 @@
-"""Matrix products and sums of rows in Triton, whose bits do not depend on the number of rows.
+"""Matrix products and sums of rows in Triton with bits that do not depend on the number of rows.
 
 A program of `multiply` takes a tile of rows and columns over the whole inner dimension, in blocks of one size, into one
 sum. The tile's shape depends on the data type and the number of columns alone, so a row is added up in one order,
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(itemsize: int, columns: int) -> Tile:
-    """The tile of a product with so many columns: narrow where few columns must keep the device busy."""
+    """The tile of a product by its number of columns: narrow where few columns must keep the device busy."""
     if itemsize == 4:
         return Tile(16, 64, 32, 4, 3)
     return Tile(64, 128, 64, 4, 4) if columns >= 1 << 14 else Tile(64, 32, 64, 4, 6)

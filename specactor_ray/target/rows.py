@@ -167,7 +167,7 @@ class EngineRows:
         return exported
 
     def logged(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        """See `TargetEngine.states`, of exported states, for an engine whose cache does not hold them."""
+        """`TargetEngine.states` from exported states, for an engine that does not keep states in its cache."""
         import torch
 
         chosen, lengths = fewest_first(self.exported[rows], starts, most)

@@ -18,7 +18,7 @@ from specactor_ray.draft.proposer import packed
 _OUTPUT = 800
 """Most tokens of a request: more than the timed calls draft and commit."""
 _ACCEPTED = ("no row", "one row", "all rows")
-"""Rows whose whole tail a commit accepts."""
+"""Number of rows that accept their whole tail."""
 
 
 def measure_drafting(stage: Stage) -> None:

@@ -41,7 +41,7 @@ def sleep_of_vllm(stage: Stage, model: str) -> None:
 
 
 def measure_engine(stage: Stage, name: str, engine: TargetEngine) -> None:
-    """Measure one engine, whose weights are its own again after `wake`."""
+    """Measure one engine; `wake` restores its weights."""
     settings, rows = stage.settings, max(stage.settings.rows)
     step = functools.partial(step_at_random, engine, max(settings.drafts), np.random.default_rng(0))
 

@@ -89,7 +89,7 @@ def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:
 
 
 def step_at_random(engine: TargetEngine, drafts: int, rng: np.random.Generator) -> None:
-    """Run a step with so many random draft tokens of each row."""
+    """Run a step with this number of random draft tokens for each row."""
     rows = engine.decoding()
     tokens = rng.integers(0, engine.vocab_size, len(rows) * drafts).astype(np.int32)
     engine.step(Drafts(rows, np.full(len(rows), drafts, np.int32), tokens) if drafts else NO_DRAFTS, drafts)

@@ -58,7 +58,7 @@ class Oracle(NamedTuple):
     right: np.ndarray
 
     def tails(self, rows: np.ndarray, ends: np.ndarray) -> Drafts:
-        """The drafts of rows with so many output tokens."""
+        """Drafts of `rows`, which have `ends` output tokens."""
         lengths = np.clip(self.known.shape[1] - ends - 1, 0, self.drafts)
         if not lengths.any():
             return NO_DRAFTS
