@@ -145,7 +145,7 @@ class TargetConfig:
     """Most requests a verifier runs at once. Default: 16 on the CPU, 128 on GPUs."""
     max_step_tokens: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks. Default:
-    512 on the CPU, 2048 on GPUs; not less than max_batch."""
+    512 on the CPU, 2048 on GPUs; not less than max_batch, for `vllm` max_batch + window."""
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: the need of max_batch requests of
     max_model_len tokens; on a GPU at most the rest after weights, activations and graphs, on the CPU at most 1 (one

@@ -297,7 +297,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     if target.kv_cache_gb and not target.gpus:
         target.kv_cache_gb *= target.replicas / chosen.verifiers
     target.replicas, target.max_batch = chosen.verifiers, chosen.batch
-    target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
+    target.max_step_tokens = max(target.max_step_tokens, chosen.batch + chosen.window)
     if not target.gpus:
         target.cores = chosen.verify_devices
     if chosen.method is None:

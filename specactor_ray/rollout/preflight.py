@@ -31,7 +31,7 @@ from specactor_ray.models.checkpoint_files import describes_head, read_config, r
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import devices_of, existing_devices, resolve, trainer_cores
-from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
+from specactor_ray.target.vllm_settings import require_engine_arguments, require_room, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,11 @@ def require_named(config: Config) -> None:
 
 def require_parts(config: Config) -> None:
     """`require_named` without models."""
+    specs = drafter_specs(config).values()
     if config.target.backend == "vllm":
         require_vllm()
         require_engine_arguments(config.target.engine_arguments)
-    drafter_specs(config)
+        require_room(config.target, max((one.window for one in specs), default=0))
     if is_connected():
         return
     if config.cluster.address != "local":

@@ -34,6 +34,8 @@ KEY = "specactor"
 """Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"}
 """Arguments of vLLM's engine that determine graphs; if a user sets one of them, none is added."""
+LONGEST_WARM_UP = 4
+"""Tokens of the longest request of vLLM's warm-up on GPUs, in units of 2 + the most drafts of a request."""
 WEIGHTS_FILE = "model.safetensors"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 
@@ -56,6 +58,21 @@ def require_engine_arguments(names: Iterable[str]) -> None:
         if name not in known:
             key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)
             raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
+
+
+def require_room(target: TargetConfig, window: int) -> None:
+    """Refuse limits too small for `window` drafts of a request, 0 for none, with a ConfigError: vLLM admits a request
+    with 1 + `window` positions beside all others that run, and its warm-up on GPUs reads prompts of `window` + 2."""
+    least, shortest = max(window + 2, target.max_batch + window), LONGEST_WARM_UP * (window + 2)
+    if window and target.max_step_tokens < least:
+        problem = f"{target.max_step_tokens} positions a step are too few for a request with {window} drafts"
+        problem += f" beside {target.max_batch - 1} others." if target.max_batch > 1 else "."
+        fix = f"use {least} or more, or a smaller target.max_batch or speculation.window."
+        raise ConfigError("target.max_step_tokens", problem, fix)
+    if window and target.gpus and (target.max_model_len or shortest) < shortest:
+        problem = f"{target.max_model_len} tokens are too few: vLLM's warm-up writes {shortest} with {window} drafts."
+        fix = f"use {shortest} or more, or a smaller speculation.window."
+        raise ConfigError("target.max_model_len", problem, fix)
 
 
 def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import inspect
 import os
 import re
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,12 @@ from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.target.vllm_parts import VLLM
-from specactor_ray.target.vllm_settings import engine_arguments, require_engine_arguments
+from specactor_ray.target.vllm_settings import (
+    LONGEST_WARM_UP,
+    engine_arguments,
+    require_engine_arguments,
+    require_room,
+)
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
@@ -135,6 +142,41 @@ def test_engines_of_every_mode_can_be_configured(drafts: int, more: dict[str, An
     config = EngineArgs(**arguments_of(drafts, **more)).create_engine_config()
     assert config.num_speculative_tokens == drafts and config.use_v2_model_runner
     assert config.parallel_config.world_size == more.get("tensor_parallel", 1)
+
+
+def longest_of_warm_up(rows: int, window: int, tokens: int) -> int:
+    """Most tokens of a request in the warm-up of vLLM, which runs on GPUs only; its runner counts here."""
+    from vllm.v1.worker.gpu import warmup
+
+    written: Counter[str] = Counter()
+    config = SimpleNamespace(is_mm_encoder_only=False, num_lookahead_tokens=0)
+    runner = SimpleNamespace(
+        adaptive_verification=None, rejection_sampler=None, vllm_config=config, num_speculative_steps=window,
+        decode_query_len=1 + window, is_pooling_model=False, is_encoder_decoder=False, max_model_len=1 << 20,
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[], num_blocks=1), model_state=None, is_last_pp_rank=False,
+        kv_connector=SimpleNamespace(set_disabled=lambda on: None), kv_block_zeroer=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=tokens),
+    )  # fmt: skip
+    warmup.warmup_kernels(runner, lambda plan: written.update(plan.num_scheduled_tokens), lambda grammar: None)
+    return 1 + max(written.values())
+
+
+@pytest.mark.parametrize(("rows", "window"), [(1, 1), (1, 8), (2, 3), (16, 8), (128, 128)])
+def test_limits_that_are_allowed_fit_the_warm_up_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, rows: int, window: int
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    context, tokens = LONGEST_WARM_UP * (window + 2), max(window + 2, rows + window)
+    target = TargetConfig(backend="vllm", gpus=1, max_batch=rows, max_step_tokens=tokens, max_model_len=context)
+    require_room(target, window)
+    assert longest_of_warm_up(rows, window, tokens) <= context
+    assert rows == 1 or longest_of_warm_up(rows, window, 2 * tokens) == context
+    with pytest.raises(IndexError):
+        longest_of_warm_up(rows, window, window + 1)
+    for name, value in (("max_step_tokens", tokens), ("max_model_len", context)):
+        with pytest.raises(ConfigError, match=rf"^target\.{name}: .* use {value} or more"):
+            require_room(replace(target, **{name: value - 1}), window)
+    require_room(replace(target, max_model_len=2, gpus=0), window)
 
 
 @pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])

@@ -103,6 +103,31 @@ def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch, backend: s
         check(monkeypatch, model, max_model_len=513, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"max_step_tokens": 19}, None),
+        ({"max_step_tokens": 18}, "target.max_step_tokens"),
+        ({"max_step_tokens": 18, "backend": "hf"}, None),
+        ({"max_model_len": 51}, None),
+        ({"max_model_len": 51, "gpus": 1}, "target.max_model_len"),
+        ({"max_model_len": 52, "gpus": 1}, None),
+    ],
+)
+def test_vllm_has_room_for_the_largest_window(overrides: dict[str, Any], key: str | None) -> None:
+    """11 drafts of a request, beside 7 others; nothing is needed without drafts."""
+    drafters = [{"method": "ngram", "window": 11}, {"method": "suffix"}]
+    target = {"model": str(tiny_target()), "backend": "vllm", "max_batch": 8, **overrides}
+    given = {"drafters": drafters, "sampling": {"max_tokens": 8}, "target": target}
+    preflight.require_parts(from_mapping({"mode": "plain", **given}))
+    if key is None:
+        preflight.require_parts(from_mapping({"mode": "coupled", **given}))
+        return
+    with pytest.raises(ConfigError, match=r"11 drafts.* Fix: use (19|52) or more, .*window") as error:
+        preflight.require_parts(from_mapping({"mode": "coupled", **given}))
+    assert error.value.key == key
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_vllm_has_no_positions_beyond_such_contexts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
