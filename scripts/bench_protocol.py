@@ -40,7 +40,7 @@ LENGTH = 1 << 14
 
 
 class InstantEngine:
-    """A target whose outputs are known. Its time is reported as that of the forward; `spent_s`: its CPU time, which is
+    """A target with known outputs. Its time is reported as that of the forward; `spent_s`: its CPU time, which is
     not counted as ours."""
 
     vocab_size, max_model_len, weight_version = 1000, 1 << 20, 0
@@ -91,7 +91,7 @@ def output_of(seed: int) -> list[int]:
 
 
 class Oracle:
-    """A drafter that knows the outputs and is wrong now and then; its own time is not counted."""
+    """A drafter that reads the outputs and is wrong now and then; its own time is not counted."""
 
     def __init__(self, drafter_id: str, seeds: Mapping[str, int], branches: int, sends: bool) -> None:
         self.drafter_id, self._branches, self._sends = drafter_id, branches, sends

@@ -17,7 +17,7 @@ from specactor_ray.core.signals import sigterm_interrupts
 
 
 def run_script(command: Callable[..., Any]) -> None:
-    """Run a script whose options are the arguments of `command`. A user's mistake is one line and exit code 2."""
+    """Run a script; its options are the arguments of `command`. A user's mistake is one line and exit code 2."""
     try:
         with sigterm_interrupts():
             typer.run(command)

@@ -79,7 +79,7 @@ def _peers(config: Config, batches: Sequence[int], workloads: Sequence[EncodedWo
 
 
 def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
-    """vLLM's counterparts of the configured methods, without `suffix`, whose package vLLM does not install."""
+    """vLLM's counterparts of the configured methods, without `suffix`: it needs a package that vLLM has not."""
     for drafter in config.drafters:
         window = drafter.window or config.speculation.window or WINDOW
         counterparts: dict[str, dict[str, Any]] = {

@@ -82,7 +82,7 @@ class Share:
     """Cores of the process, or 1 GPU."""
     axes: Axes
     prompts: tuple[Any, ...] = ()
-    """Prompts whose outputs are recorded; only the first process has them."""
+    """Prompts of the recorded outputs; only the first process has them."""
     max_requests: int = 16
     recorded: tuple[CorpusRecord, ...] = ()
     """Records of another process."""

@@ -69,7 +69,7 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
     paths = paths or [Path(str(config.data.path))]
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
-        raise InputError("--prompts: two files have the same name; workloads are told apart by it")
+        raise InputError("--prompts: two files have the same name, which names their workload")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
     return [
         Workload(f"{name} T={temperature:g}", prompts[name], replace(config.sampling, temperature=temperature))
@@ -235,7 +235,7 @@ class Bench:
 
 
 def differences(reference: Outputs, outputs: Outputs) -> list[dict[str, Any]]:
-    """Every request whose tokens or end differ from the reference's: `position` of the first differing token with both
+    """Every request with tokens or an end that differ from the reference's: `position` of the first differing token with both
     tokens and margins, or None and a `note` if the request is missing or ended otherwise, for example with an error."""
     found = []
     for place in sorted(reference.keys() | outputs.keys()):

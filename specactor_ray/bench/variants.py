@@ -138,12 +138,12 @@ def _extra_cores(config: Config) -> int:
     extra, rest = divmod(draft_cores(acting_drafters(config)), config.target.replicas)
     if rest:
         problem = f"{draft_cores(acting_drafters(config))} draft cores cannot be shared out evenly among the verifiers."
-        fix = f"choose drafters whose cores are a multiple of target.replicas ({config.target.replicas})."
+        fix = f"choose drafters with cores that are a multiple of target.replicas ({config.target.replicas})."
         raise ConfigError("drafters", f"{problem} Plain decoding on the same cores cannot be measured.", fix)
     if extra % config.target.tensor_parallel and not config.target.gpus:
         ranks = config.target.tensor_parallel
         problem = f"plain decoding gets {extra} draft core(s) on top, which {ranks} ranks cannot share evenly."
-        raise ConfigError("drafters", problem, f"choose drafters whose cores are a multiple of {ranks} per verifier.")
+        raise ConfigError("drafters", problem, f"choose drafters with a multiple of {ranks} cores per verifier.")
     return extra
 
 

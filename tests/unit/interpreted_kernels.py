@@ -15,17 +15,16 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.bench.gpu_check.measurements import measure_triton
-from specactor_ray.bench.gpu_check.stage import Stage
+from specactor_ray.bench.gpu_check.target import KERNELS
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.models import _paged_attention_triton as attention_kernels
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm_cpu import quicken_interpreter
-from tests.fakes.tiny_check import TINY_CHECK
 from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -245,13 +244,14 @@ def test_a_bound_that_is_too_tight_is_seen(ranks: int, small_blocks: None, monke
     assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
 
 
-def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
-    """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", TINY_CHECK._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
-    measure_triton(stage)
-    different = stage.entry["figures"]["different"]
-    assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]
-    assert all(value > 0 for value in stage.entry["points"][0].values())
+def test_gpu_check_finds_the_kernels_by_their_names() -> None:
+    for kernels, part in ((attention_kernels, "attention"), (triton_kernels, "sampler")):
+        assert {getattr(kernels, name).__name__ for name in KERNELS[part]} == {*KERNELS[part]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_of_a_device_passes(dtype: torch.dtype, small_blocks: None) -> None:
+    assert not any(fused.difference(torch.device("cpu"), dtype, ranks, 200) for ranks in (1, 2, MOST))
 
 
 def test_the_largest_vocabulary() -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import drafting, flips, measurements, memory, target, vllm
+from specactor_ray.bench.gpu_check import drafting, flips, hardware, memory, target, vllm
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
@@ -27,9 +27,7 @@ from specactor_ray.target.vllm_settings import require_vllm
 N = TypeVar("N", int, float)
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {
-    "hardware": measurements.measure_hardware,
-    "triton": measurements.measure_triton,
-    "attention": measurements.measure_attention,
+    "hardware": hardware.measure_hardware,
     "vllm": vllm.measure_vllm,
     "target": target.measure_target,
     "drafting": drafting.measure_drafting,

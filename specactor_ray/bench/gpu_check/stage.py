@@ -56,20 +56,6 @@ class Settings(NamedTuple):
     dtype: str = "bfloat16"
     copy_bytes: int = 4 << 30
     matmul_size: int = 8192
-    sampler_rows: tuple[int, ...] = (1, 128, 512, 1152, 2304)
-    sampler_vocabs: tuple[int, ...] = (6016, 50_257, DRAFTER["vocab_size"])
-    """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
-    attention_heads: tuple[int, int, int] = (28, 4, 128)
-    """Heads, key/value heads and their size: those of Qwen2.5-7B."""
-    attention_cells: tuple[tuple[int, int, int], ...] = (
-        (1, 1, 1000),
-        (1, 4, 1000),
-        (128, 1, 1000),
-        (128, 4, 1000),
-        (256, 1, 1000),
-        (1, 1, 8192),
-    )
-    """Rows, new tokens of each row, and tokens before them."""
     target: Mapping[str, int] = TARGET
     target_prompt: int = 512
     target_tokens: int = 128
@@ -97,7 +83,7 @@ class Kernels:
             self._profile.start()
 
     def end(self, calls: int = 1) -> Kernels:
-        """Fill the figures, of one of so many calls."""
+        """Fill the figures; `calls` calls were recorded, and the figures are of one."""
         if self._profile is None:
             return self
         torch.cuda.synchronize()
@@ -166,7 +152,7 @@ class Stage:
         return found
 
     def apart(self, measure: Callable[..., None], *args: Any) -> None:
-        """Call `measure(stage, *args)` in a process of its own, whose memory is free afterwards.
+        """Call `measure(stage, *args)` in a process of its own. Its memory is free afterwards.
 
         Raises SpecActorError if it fails, OutOfTime if the time was up.
         """

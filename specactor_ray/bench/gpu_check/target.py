@@ -21,14 +21,17 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 
+KERNELS = {"attention": ("attend", "merge"), "sampler": ("scan", "filter_rows", "commit")}
+"""Names of kernels by what they do in a step."""
 _OUTPUT = 256
 """Most tokens of a request: more than the timed steps commit."""
 
 
 def measure_target(stage: Stage) -> None:
     """Fill a point per number of rows and of random draft tokens: ms of a forward alone (on a GPU as a CUDA graph); of
-    a step of the engine, captured (on a GPU) and eager, and its time in which the GPU is idle; and how many times as
-    long as the forward a step is. `fallbacks`: why there is no graph, as in the log."""
+    a step of the engine, captured (on a GPU) and eager, and of it with an idle GPU; how many times as long as the
+    forward a step is; and on a GPU ms of its attention and of its sampler. `fallbacks`: why there is no graph, or no
+    sampler on the GPU, as in the log."""
     settings = stage.settings
     model = target_model(settings)
     engine = hf_engine(settings, model)
@@ -61,20 +64,24 @@ def hf_engine(settings: Settings, model: RaggedModel) -> HfEngine:
 
 
 def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int, way: str) -> dict[str, float | None]:
-    """Milliseconds of a step in which `rows` requests decode, and of these exposed ones: the GPU is idle."""
+    """Milliseconds of a step in which `rows` requests decode, of these exposed ones (the GPU is idle), and those of
+    kernels in `KERNELS`."""
     step = functools.partial(step_at_random, engine, drafts, np.random.default_rng(rows))
     begin_decoding(engine, stage.settings, rows)
     captured = engine._decode
     if way == "eager":
         engine._decode = None
     try:
-        ms, busy_s = 1e3 * stage.median_s(step), stage.kernels(step).busy_s
+        ms, seen = 1e3 * stage.median_s(step), stage.kernels(step)
     finally:
         engine._decode = captured
         for row in range(rows):
             engine.remove(row)
         engine.reset_prefix_cache()
-    return {f"{way} ms": ms, f"{way} exposed ms": None if busy_s is None else ms - 1e3 * busy_s}
+    figures = {f"{way} ms": ms, f"{way} exposed ms": None if seen.busy_s is None else ms - 1e3 * seen.busy_s}
+    for part, names in KERNELS.items():
+        figures[f"{way} {part} ms"] = 1e3 * sum(seen.seconds.get(name, 0.0) for name in names) if seen.seconds else None
+    return figures
 
 
 def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, drafting, flips, measurements, memory, stage, target
+from specactor_ray.bench.gpu_check import command, drafting, flips, memory, stage, target
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
-from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.models import random_model
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
 from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine
@@ -43,15 +42,13 @@ def numbers(value: Any) -> Iterator[float]:
 def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_ENOUGH_S", 0.0)
     path = tmp_path / "check.json"
-    names = [name for name in STAGES if name not in ("triton", "vllm", "sleep")]  # which need a GPU, or vLLM
+    names = [name for name in STAGES if name not in ("vllm", "sleep")]  # which need vLLM
     report = run_check(TINY_CHECK, names, path, math.inf)
     assert json.loads(path.read_text()) == json.loads(json.dumps(report))
     assert report["status"] == "complete", report
     assert report["stages"].keys() == {*names} and all(map(math.isfinite, numbers(report["stages"])))
     points = {name: stage["points"] for name, stage in report["stages"].items()}
-    assert [(p["row alone"], p["one by one"], p["kernel"]) for p in points["attention"]] == [(0.0, 0.0, "own")] * 4
-    names = ("x1", "x8", *(f"{rows} accepted" for rows in ("no row", "one row", "all rows")))
-    columns = [f"eager{',' * ('row' in name)} {name} ms" for name in names]
+    columns = ("eager x1 ms", "eager x8 ms", "eager turn ms")
     assert [(*point,) for point in points["drafting"]] == [("rows", *columns)] * 2
     assert [(p["rows"], p["drafts"]) for p in points["target"]] == [(1, 0), (1, 2), (4, 0), (4, 2)]
     for point in points["target"]:
@@ -77,8 +74,7 @@ def test_captured_steps_are_measured_beside_eager_ones(tmp_path: Path, monkeypat
     for point in report["stages"]["target"]["points"]:
         assert point["x forward"] == point["graph ms"] / point["forward ms"] and point["eager ms"] > 0
     (point,) = report["stages"]["drafting"]["points"]
-    ways = [name.split()[0].rstrip(",") for name in point if name != "rows"]
-    assert ways == ["graph"] * 5 + ["eager"] * 5
+    assert [name.split()[0] for name in point if name != "rows"] == ["graph"] * 3 + ["eager"] * 3
     assert len(capturers) == 2 and all(one.launches >= 8 for one in capturers)
 
 
@@ -191,21 +187,6 @@ def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured(
     stage.run(fails)
     assert (stage.entry["status"], stage.entry["error"]) == ("failed", "RuntimeError: no kernel image")
     assert stage.entry["figures"] == {"half": 1} and "at line 3" in stage.entry["traceback"]
-
-
-def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measurements.ragged_attention
-
-    def splits(*args: Any, ragged_batch: Any, **more: Any) -> Any:
-        output, _ = real(*args, ragged_batch=ragged_batch, **more)
-        return output * (1 + 1e-3 * ragged_batch.num_tokens), None
-
-    monkeypatch.setattr(measurements, "ragged_attention", splits)
-    stage = Stage("stage", TINY_CHECK, now=HandClock(tick_s=0.001).now)
-    measure_attention(stage)
-    found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
-    assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
-    assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
 
 
 def test_tokens_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
