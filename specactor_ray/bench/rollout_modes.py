@@ -235,8 +235,9 @@ class Bench:
 
 
 def differences(reference: Outputs, outputs: Outputs) -> list[dict[str, Any]]:
-    """Every request with tokens or an end that differ from the reference's: `position` of the first differing token with both
-    tokens and margins, or None and a `note` if the request is missing or ended otherwise, for example with an error."""
+    """Every request with other tokens or another end than in the reference: `position` of the first differing token
+    with both tokens and margins, or None and a `note` if the request is missing or ended otherwise, for example with an
+    error."""
     found = []
     for place in sorted(reference.keys() | outputs.keys()):
         facts = _difference(reference.get(place), outputs.get(place))
