@@ -19,9 +19,7 @@ from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit, versions
 from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
 from specactor_ray.core.files import make_folder
-from specactor_ray.core.upstream import Upstream
-from specactor_ray.integrations.parts import TRL, VERL
-from specactor_ray.target.vllm_parts import VLLM
+from specactor_ray.core.upstream import TRL, VERL, VLLM, Upstream
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8

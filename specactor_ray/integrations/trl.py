@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.integrations.parts import TRL
+from specactor_ray.core.upstream import TRL
 from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed
 

@@ -17,7 +17,7 @@ import ray
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.integrations.parts import VERL
+from specactor_ray.core.upstream import VERL
 from specactor_ray.integrations.verl_server import NAME, VerlServer, require_supported
 
 if lacking := VERL.lacking():  # logged, since verl hides what its plugins raise

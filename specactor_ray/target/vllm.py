@@ -2,8 +2,8 @@
 (`vllm_worker.py`) and stops (`rows.py`). vLLM ends outputs at their length only.
 
 Only this module and its counterparts in vLLM's workers, `vllm_worker.py` and `vllm_weights.py`, import vLLM and use
-its non-public parts: this module steps `EngineCore` directly. `vllm_parts.py` names them; a version of vLLM that lacks
-one is refused. `docs/design/vllm.md` gives the reasons.
+its non-public parts: this module steps `EngineCore` directly. `core/upstream.py` looks them up before the
+start. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from specactor_ray.core.leftovers import (
     note_segments,
     remove_abandoned,
 )
-from specactor_ray.core.upstream import Sources
+from specactor_ray.core.upstream import VLLM
 from specactor_ray.target.vllm_cpu import use_interpreter
-from specactor_ray.target.vllm_parts import VLLM
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,7 @@ def require_vllm() -> str:
 
 def require_engine_arguments(names: Iterable[str]) -> None:
     """Refuse names that are not arguments of the installed vLLM's engine with a ConfigError."""
-    known = Sources("vllm").fields("vllm.engine.arg_utils.EngineArgs")
+    known = VLLM.fields("vllm.engine.arg_utils", "EngineArgs")
     for name in names:
         if name not in known:
             key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)

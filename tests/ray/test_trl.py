@@ -14,11 +14,13 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.upstream import TRL
 from specactor_ray.integrations.trl import ServerClient, attach
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.serve.requests import MOST_CHOICES
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits, Service
+from tests.contract import lacking
 from tests.ray.test_serve import served
 from tests.tiny import tiny_prompt_ids, tiny_prompts, tiny_target
 
@@ -26,6 +28,28 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 3
 GAP = "sampling/sampling_logp_difference/max"
 """Between the log-probabilities of the rollout's tokens, as it returned them and as the trainer computes them."""
+PARTS = {
+    "trl.generation.vllm_generation.VLLMGeneration": (
+        *("_init_vllm", "vllm_client", "accelerator", "sync_weights", "generate(prompts)"),
+        "__init__(model, accelerator, processing_class, mode, logprobs, temperature, top_p, top_k, min_p, "
+        "repetition_penalty, max_completion_length, structured_outputs_regex, generation_kwargs)",
+    ),
+    "trl.generation.vllm_client.VLLMClient": (
+        *("update_named_params(metadata, named_params)", "reset_prefix_cache"),
+        "generate(prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
+        "logprobs, structured_outputs_regex, generation_kwargs)",
+    ),
+    **dict.fromkeys(
+        ("trl.GRPOTrainer", "trl.RLOOTrainer"),
+        (
+            *("vllm_generation", "use_vllm", "vllm_mode", "_last_loaded_step", "_is_vlm", "_tokenizer"),
+            *("eos_token_ids", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+            "max_completion_length",
+        ),
+    ),
+    **dict.fromkeys(("trl.GRPOConfig", "trl.RLOOConfig"), ("vllm_structured_outputs_regex", "generation_kwargs")),
+}
+"""Everything of TRL that is used beside what is imported."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +57,10 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+def test_the_installed_version_has_every_part() -> None:
+    assert TRL.lacking() == "" and lacking(PARTS) == []
 
 
 def start(mode: str, **more: Any) -> Rollout:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.core import environment, upstream
-from specactor_ray.core.upstream import Sources, Upstream
+from specactor_ray.core.upstream import Upstream
 
 FILES = {
     "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .engine import Core as Kernel\n",
@@ -31,66 +31,42 @@ FILES = {
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sources:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in FILES.items():
         path = tmp_path / "someone_elses" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return Sources("someone_elses")
+    monkeypatch.setattr(upstream, "_missing", upstream._missing.__wrapped__)
 
 
+@pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize(
-    "part",
+    ("module", "there", "lacking"),
     [
-        "engine",
-        "engine.late",
-        "engine.Core",
-        "Kernel.step",
-        "engine.Core.step(batch)",
-        "engine.Core.step(wait, batch)",
-        "engine.Core.__init__(config)",
-        "engine.Core.step_fn",
-        "engine.Core.first",
-        "engine.Core.limit",
-        "engine.Core.kind",
-        "engine.Core.close",
-        "engine.Core.workers",
-        "engine.helper",
-        "engine.os",
-        "engine.late.flush(all)",
+        ("", ["engine", "Kernel"], ["late", "Core"]),
+        ("engine", ["late", "Core", "step_fn", "first", "last", "limit", "kind", "os", "helper"], ["close", "early"]),
+        ("engine.base", ["Base", "close", "workers", "helper"], ["dumps", "step"]),
+        ("engine.late", ["flush"], ["all"]),
+        ("engine.early", [], ["flush"]),
     ],
 )
-def test_what_is_there(sources: Sources, part: str) -> None:
-    assert sources.has(f"someone_elses.{part}")
+def test_names_are_found_in_the_source_of_a_module(module: str, there: list[str], lacking: list[str]) -> None:
+    path = f"someone_elses.{module}".rstrip(".")
+    wanted = tuple(f"{path}.{name}" for name in (*there, *lacking))
+    assert upstream._missing(wanted) == [f"{path}.{name}" for name in lacking]
+    assert upstream._missing(("not_installed.engine",)) == ["not_installed.engine"]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "late",
-        "engine.early",
-        "engine.Base.step",
-        "engine.Core.last",
-        "engine.Core.step(batch, rows)",
-        "engine.Core.limit(batch)",
-        "engine.Core.kind.length",
-        "engine.helper2",
-        "engine.late.flush(some)",
-    ],
-)
-def test_what_is_not(sources: Sources, part: str) -> None:
-    assert not sources.has(f"someone_elses.{part}")
-    assert not Sources("not_installed").has("not_installed.engine")
+@pytest.mark.usefixtures("sources")
+def test_fields_of_a_dataclass() -> None:
+    assert package("1").fields("someone_elses.engine", "Core") == ["limit"]
+    assert package("1").fields("someone_elses.engine", "Base") == package("1").fields("not_installed", "Core") == []
 
 
-def test_fields_of_a_dataclass(sources: Sources) -> None:
-    assert sources.fields("someone_elses.Kernel") == ["limit"]
-
-
-def package(*tested: str, parts: tuple[str, ...] = ("step(batch)", "close")) -> Upstream:
+def package(*tested: str, parts: tuple[str, ...] = ("Base", "close"), users: str = "") -> Upstream:
     names = ("someone-elses-cpu", "someone-elses")
-    return Upstream("someone_elses", tested, {"someone_elses.engine.Core": parts}, distributions=names)
+    return Upstream("someone_elses", tested, users or "none/*.py", {"someone_elses.engine.base": parts}, names)
 
 
 @pytest.mark.usefixtures("sources")
@@ -116,9 +92,9 @@ def test_an_untested_version_is_noted_once(
 @pytest.mark.usefixtures("sources")
 def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version_of({"someone-elses": "2.1.0"}))
-    lacking = package("2.1", parts=("step(batch)", "step(rows)", "halt")).lacking()
-    core = "someone_elses.engine.Core"
-    assert lacking == f"someone-elses 2.1.0 has no {core}.step(rows), {core}.halt, which this package uses"
+    lacking = package("2.1", parts=("close", "step", "halt")).lacking()
+    core = "someone_elses.engine.base"
+    assert lacking == f"someone-elses 2.1.0 has no {core}.step, {core}.halt, which this package uses"
     monkeypatch.setattr(importlib.metadata, "version", version_of({}))
     assert package("2.1").lacking() == "someone_elses is not installed"
     assert package("2.1").install == "pip install 'someone_elses==2.1.*'"
@@ -131,30 +107,8 @@ def test_imports_of_this_package_are_parts(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "user.py").write_text(
         "import json\ndef late():\n    from someone_elses.engine import Core, Fast\n    from json import loads\n"
     )
-    using = Upstream("someone_elses", ("2",), {}, users=("user.py",), distributions=("someone-elses",))
-    assert "has no someone_elses.engine.Fast, which" in using.lacking()
-
-
-@pytest.mark.usefixtures("sources")
-@pytest.mark.parametrize(("body", "undefined"), [("close", ["flush"]), ("flush", []), ("flush2", ["flush"])])
-def test_abstract_methods_are_defined_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, undefined: list[str]
-) -> None:
-    """A class that lacks one cannot be instantiated."""
-    monkeypatch.setattr(importlib.metadata, "version", version_of({"someone-elses": "2.1.0"}))
-    monkeypatch.setattr(upstream, "_ROOT", tmp_path)
-    (tmp_path / "someone_elses" / "output.py").write_text(
-        "from abc import ABC, abstractmethod\nclass Base(ABC):\n"
-        "    @abstractmethod\n    def flush(self): ...\n    @abstractmethod\n    def close(self): ...\n"
-        "class Output(Base):\n    def close(self): ...\n"
-    )
-    user = f"{body}.py"
-    (tmp_path / user).write_text(
-        f"from someone_elses.output import Output as _Output\nclass Own(_Output):\n    def {body}(self): ...\n"
-    )
-    lacking = Upstream("someone_elses", ("2",), {}, (user,), ("someone-elses",)).lacking()
-    calls = "someone-elses 2.1.0 calls someone_elses.output.Output.flush, which this package does not define"
-    assert lacking == (calls if undefined else "")
+    lacking = package("2", parts=(), users="user.py").lacking()
+    assert "has no someone_elses.engine.Fast, which" in lacking
 
 
 def version_of(versions: dict[str, str]) -> Callable[[str], str]:
