@@ -55,7 +55,7 @@ REFUSED = {
     "watermark_config": _LOGITS,
     "scheduler_cls": "drafts enter through vLLM's own scheduler",
     "enable_lora": "a verifier has one version of the weights",
-    "enable_prefix_caching": "it is on, but where hidden states are exported: cached positions have none",
+    "enable_prefix_caching": "it is on: the samples of a prompt share its cache",
     "enable_chunked_prefill": "long prompts are read beside steps that decode",
     "skip_tokenizer_init": "prompts arrive as token ids",
     "enable_sleep_mode": "`Rollout.sleep` needs it on GPUs, and CPUs have none",

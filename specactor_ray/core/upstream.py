@@ -134,7 +134,7 @@ VLLM = Upstream(
         "vllm.v1.engine.core": ("reset_prefix_cache", "collective_rpc", "sleep", "wake_up"),
         "vllm.v1.executor.abstract": ("is_sleeping", "wake_up"),
         "vllm.v1.request": ("spec_token_ids", "num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders"),
-        "vllm.v1.worker.gpu_worker": ("_make_model_runner", "compile_or_warm_up_model"),
+        "vllm.v1.worker.gpu_worker": ("_make_model_runner", "compile_or_warm_up_model", "initialize_from_config"),
         "vllm.v1.worker.gpu.model_runner": (
             *("load_model", "initialize_kv_cache", "execute_model", "prepare_inputs", "sample_tokens", "sampler"),
             *("rejection_sampler", "use_aux_hidden_state_outputs", "init_speculator", "ModelCudaGraphManager"),

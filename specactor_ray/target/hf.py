@@ -334,8 +334,7 @@ class HfEngine:
             admission.fit(0, int(self._rows.length[rows].max()))
         admission.context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
         if self.exports:
-            result.states = self.states(rows, self._rows.exported[rows], 1 << 62)
-            self._rows.exported[result.states.rows] += result.states.lengths
+            result.states = self._rows.export(self.states, rows)
         running = rows[result.finish == Finish.RUNNING]
         self._model.cache.truncate(admission.cache_rows(running), self._rows.length[running] - 1)
         for row, finish in zip(rows.tolist(), result.finish.tolist(), strict=True):

@@ -3,12 +3,11 @@ is a structure of arrays by the row of the request."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import InputError, RangeError
 from specactor_ray.core.ragged import begins, grow, places
 from specactor_ray.core.types import TopTokens
@@ -20,7 +19,7 @@ from specactor_ray.transport.messages import States
 if TYPE_CHECKING:
     import torch
 
-_FIRST_ROWS = 32
+_FIRST_ROWS, _ALL = 32, 1 << 62
 
 
 class EngineRows:
@@ -40,8 +39,6 @@ class EngineRows:
         self._minds_eos = np.zeros(_FIRST_ROWS, np.bool_)
         self._stops: dict[int, Sequence[int]] = {}
         """Row → its own stop ids, if it has any."""
-        self._log: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        """Row → first positions and states of its exported spans."""
         self.rules = Rules(_FIRST_ROWS, device)
         """Sampling rules by row; positions are those in the sequence."""
 
@@ -79,7 +76,6 @@ class EngineRows:
     def close(self, row: int) -> bool:
         """Free a row. Returns whether it held a request."""
         self._stops.pop(row, None)
-        self._log.pop(row, None)
         return self.requests.pop(row, None) is not None
 
     def cut(self, rows: np.ndarray, drafts: Drafts, most: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,41 +144,18 @@ class EngineRows:
             tops=None if tops is None else _first_positions(tops, counts, lengths),
         )
 
-    def export(self, states: torch.Tensor, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
-        """The final states of a forward that were not exported before, selected on their device; states that are
-        computed again after a preemption are left out. Called after `commit`.
-
-        `states`: `(sum(counts), width)`, of `counts` positions of each row from `firsts` on.
-        """
-        offsets = begins(counts)[:-1] - firsts
-        known, end = self.exported[rows], np.minimum(firsts + counts, self.length[rows] - 1)
-        lengths = np.maximum(end - known, 0)
-        self.exported[rows] = known + lengths
-        some = lengths > 0
-        rows, known, lengths = rows[some], known[some], lengths[some]
-        at = to_device([places(offsets[some] + known, lengths)], states.device)
-        exported = States(rows, known, lengths.astype(np.int32), states.index_select(0, *at))
-        for row, start, values in exported.split():
-            self._log.setdefault(row, []).append((start, values))
+    def export(self, states_of: Callable[[np.ndarray, np.ndarray, int], States], rows: np.ndarray) -> States:
+        """The final states of these rows, int32 `(n,)`, that were not exported before; `states_of` is
+        `TargetEngine.states`. Called after `commit`."""
+        exported = states_of(rows, self.exported[rows], _ALL)
+        self.exported[exported.rows] += exported.lengths
         return exported
-
-    def logged(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        """`TargetEngine.states` from exported states, for an engine that does not keep states in its cache."""
-        import torch
-
-        chosen, lengths = fewest_first(self.exported[rows], starts, most)
-        rows, starts = rows[chosen], starts[chosen]
-        parts = []
-        for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
-            spans = [values[max(start - begin, 0) :] for begin, values in self._log[row] if begin + len(values) > start]
-            parts.append(torch.cat(spans)[:length])
-        return States(rows, starts, lengths, torch.cat(parts) if parts else torch.empty(0))
 
 
 def fewest_first(ends: np.ndarray, starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows that have something between `starts` and `ends`, those with the fewest first, and how much each of them has
     if `most` are taken in all: int64 indices and int32 lengths of at least 1."""
-    lengths = ends - starts
+    lengths = ends.astype(np.int64) - starts
     chosen = np.argsort(lengths, kind="stable")
     chosen = chosen[lengths[chosen] > 0]
     lengths = lengths[chosen]

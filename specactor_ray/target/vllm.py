@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.device import to_device
 from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, WeightsError, clipped
 from specactor_ray.core.ragged import begins, places
@@ -37,7 +36,7 @@ from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.probable import top_tokens
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
-from specactor_ray.target.rows import EngineRows
+from specactor_ray.target.rows import EngineRows, fewest_first
 from specactor_ray.target.vllm_cpu import is_cpu_build, ranks_with_interpreter
 from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_graphs import check_graphs
@@ -61,17 +60,13 @@ class CoreStep:
     """The sampler's report of one step: the `n` requests of its batch, those that only prefilled included."""
 
     names: list[str]
-    """`n` ids of vLLM's requests. int64 `(n,)`: sequence position of each request's first position in the forward, too
-    large by the drafts that the step before has rejected; number of its positions there; number of draft tokens among
-    these. bool `(n,)`: whether it sampled."""
-    firsts: np.ndarray
+    """`n` ids of vLLM's requests. int64 `(n,)`: number of each request's positions in the forward; number of draft
+    tokens among these. bool `(n,)`: whether it sampled."""
     counts: np.ndarray
     drafted: np.ndarray
     sampled: np.ndarray
     packed: np.ndarray
     """Buffer of `Found`, all requests included."""
-    states: np.ndarray | None = None
-    """`(sum(counts), layers * hidden)`: hidden states, if exported."""
     tops: tuple[np.ndarray, np.ndarray] | None = None
     """Most probable tokens of each row of the logits, `(n + sum(drafted), most)` as `ranked` returns them, if a request
     asks for them."""
@@ -124,7 +119,10 @@ class VllmEngine:
         self._record = record_shared_memory(others) if config.tensor_parallel > 1 else None
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
-        self.weight_version, self.exports = 0, True
+        self.weight_version, self.exports = 0, bool(config.hidden_layers)
+        self._group, self._block = states_group(self._core.scheduler.kv_cache_config)
+        self._cached: dict[int, tuple[np.ndarray, int]] = {}
+        """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
         eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
         if max_drafts and config.compiled and torch.cuda.is_available():
@@ -214,7 +212,7 @@ class VllmEngine:
         """Run one step; see `Flight.run`. Returns its report, None without positions, and the requested
         log-probabilities of prompts by the id of the request."""
         tails = self._tails(drafts) if len(drafts.tokens) else {}
-        output, groups = self._flight.run(tails, window, ahead=ahead)
+        output, groups = self._flight.run(tails, window, ahead=ahead, on_read=self._note_caches)
         scores = dict[str, np.ndarray]()
         for one in [one for group in groups.values() for one in group.outputs]:
             if one.new_prompt_logprobs_tensors is not None:
@@ -234,18 +232,13 @@ class VllmEngine:
         rows = np.array([self._row_of.get(name, -1) for name in done.names], np.int32)
         here = rows >= 0
         sampled = here & done.sampled
-        firsts = np.where(done.sampled & (done.counts == 1 + done.drafted), self._rows.length[rows] - 1, done.firsts)
         found, tops = Found(done.packed[sampled]), None
         if done.tops is not None:
             offsets = (begins(done.drafted) + np.arange(len(rows) + 1))[:-1][sampled]
             tops = top_tokens(*done.tops, offsets, found, rows[sampled], self._rows.rules)
         result = self._rows.commit(rows[sampled], done.drafted[sampled], found, self._config.record_margins, tops)
-        if done.states is not None:
-            states = done.states if torch.is_tensor(done.states) else from_wire(done.states)
-            if not here.all():
-                at = to_device([np.flatnonzero(np.repeat(here, done.counts))], states.device)
-                states = states.index_select(0, *at)
-            result.states = self._rows.export(states, rows[here], firsts[here], done.counts[here])
+        if self.exports:
+            result.states = self._rows.export(self.states, rows[sampled])
         return result
 
     def _run_out(self) -> None:
@@ -256,7 +249,32 @@ class VllmEngine:
                 self._read.append((done, scores))
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        return self._rows.logged(rows, starts, most)
+        caches, ends, block = [self._cached.get(row) or self._cache_of(row) for row in rows.tolist()], [], self._block
+        for (blocks, computed), row, start in zip(caches, rows.tolist(), starts.tolist(), strict=True):
+            end = min(computed, int(self._rows.length[row]) - 1)
+            ends.append(end if blocks[start // block : -(-end // block)].all() else start)  # 0: outside of a window
+        chosen, lengths = fewest_first(np.array(ends, np.int64), starts, most)
+        rows, starts, slots = rows[chosen], starts[chosen], []
+        if not len(rows):
+            return States(rows, starts, lengths, torch.empty(0))
+        for i, start, length in zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            at = np.arange(start, start + length)
+            slots.append(caches[i][0][at // block] * block + at % block)
+        states = self._core.collective_rpc("states", args=(np.concatenate(slots),))[0]
+        return States(rows, starts, lengths, states if torch.is_tensor(states) else from_wire(states))
+
+    def _cache_of(self, row: int) -> tuple[np.ndarray, int]:
+        """Blocks of a request in vLLM's cache, int64 `(blocks,)`, and the number of positions that launched steps
+        computed there, rejected drafts included."""
+        scheduler, name = self._core.scheduler, self._ids.get(row, "")
+        if (request := scheduler.requests.get(name)) is None:
+            return np.zeros(0, np.int64), 0
+        blocks = scheduler.kv_cache_manager.get_block_ids(name)[self._group]
+        return np.array(blocks, np.int64), request.num_computed_tokens - self._flight.held(name)
+
+    def _note_caches(self) -> None:
+        if self.exports:
+            self._cached = {row: self._cache_of(row) for row in self._ids}
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)
@@ -334,6 +352,17 @@ class VllmEngine:
         self._core.shutdown()
         if self._record is not None:
             shutil.rmtree(self._record, ignore_errors=True)
+
+
+def states_group(caches: Any) -> tuple[int, int]:
+    """The group of layers in vLLM's `KVCacheConfig` by whose slots hidden states are kept, one that keeps all tokens
+    where there is one: its number and its block size."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    full = (isinstance(getattr(spec, "first_spec", spec), FullAttentionSpec) for spec in specs)
+    number = next((i for i, keeps_all in enumerate(full) if keeps_all), 0)
+    return number, int(specs[number].block_size) if specs else 1
 
 
 def _reason_of(error: Exception) -> str:

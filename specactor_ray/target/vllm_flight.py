@@ -7,7 +7,7 @@ given back, so that the step has exactly their positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,18 @@ class Flight:
         """Ids of the requests for which the next step samples after their prompts."""
         return [] if self._next is None else self._next.decoding
 
-    def run(self, tails: Mapping[str, Sequence[int]], window: int, *, ahead: bool = True) -> tuple[Any, Any]:
+    def held(self, name: str) -> int:
+        """Number of positions of a request in the step that is planned and not launched."""
+        step = self._next
+        return 0 if step is None or step.output is not None else step.plan.num_scheduled_tokens.get(name, 0)
+
+    def run(
+        self, tails: Mapping[str, Sequence[int]], window: int, *, ahead: bool = True,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Launch the next step with these drafts, unless it runs already; plan the one after it, with room for `window`
-        drafts of a request; and wait for the output of the former.
+        drafts of a request; and wait for the output of the former. `on_read`: called before vLLM frees the requests
+        that end with it.
 
         Returns:
             vLLM's `ModelRunnerOutput` and `EngineCoreOutputs` of the step.
@@ -59,6 +68,7 @@ class Flight:
         output = step.output.result()
         if output is None:
             step.ran.result()  # raises what the forward raised
+        on_read()
         return output, self._scheduler.update_from_output(step.plan, output)
 
     def close(self) -> None:

@@ -97,8 +97,8 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
         "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": True,
         "enable_chunked_prefill": True,
-        # States of positions that are found in the cache are never computed.
-        "enable_prefix_caching": not config.hidden_layers,
+        "enable_prefix_caching": True,
+        **({"disable_hybrid_kv_cache_manager": True} if config.hidden_layers else {}),  # no layer drops old tokens
         "async_scheduling": True,
         "enforce_eager": not config.compiled,
         "tensor_parallel_size": config.tensor_parallel,

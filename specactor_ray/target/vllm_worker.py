@@ -31,7 +31,7 @@ from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import verify_on_device, warm_up
 from specactor_ray.sampling.probable import ranked
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.target.vllm import CoreStep
+from specactor_ray.target.vllm import CoreStep, states_group
 from specactor_ray.target.vllm_settings import KEY, WEIGHTS_FILE
 from specactor_ray.target.vllm_weights import replace_weights
 
@@ -66,6 +66,20 @@ class KeyedWorker(_Worker):
             torch.cpu._init_amx()  # Linux permits tiles on request; oneDNN, kept off them (`models`), makes none
         with _replaced(platform, CPUModelRunner=KeyedRunner):
             super().init_device()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Initialize the cache, and hidden states beside it, which leave a GPU with it when the engine sleeps."""
+        super().initialize_from_config(kv_cache_config)
+        if self.rank == 0:
+            with self._maybe_get_memory_pool_context(tag="kv_cache"):
+                self.model_runner.keep_states()
+
+    def states(self, slots: np.ndarray) -> Any:
+        """Hidden states at slots of the cache, int64 `(n,)`; None in ranks without."""
+        if self.rank:
+            return None
+        states = self.model_runner.states_at(slots)
+        return states if self.parallel_config.world_size == 1 else to_wire(states)
 
     def _make_model_runner(self) -> Any:
         return KeyedRunner(self.vllm_config, self.device)
@@ -121,7 +135,7 @@ class NothingProposed(BaseSpeculator):
 
 
 class KeyedRunner(_Runner):
-    """vLLM's V2 model runner for this platform: exports hidden states, takes drafts from the plan of a step, and
+    """vLLM's V2 model runner for this platform: keeps hidden states, takes drafts from the plan of a step, and
     attaches a report to its output."""
 
     def __init__(self, *args: Any) -> None:
@@ -195,19 +209,30 @@ class KeyedRunner(_Runner):
         output = super().sample_tokens(grammar_output)
         if not self._reports or output is None:
             return output
-        report = {**self.sampler.step, "states": self._states(state)}
-        sends = self.parallel_config.world_size > 1
-        return _Output(output, report, self.output_copy_stream, sends_states=sends)
+        if self._layers:
+            self._store_states(state)
+        return _Output(output, self.sampler.step, self.output_copy_stream)
 
-    def _states(self, state: Any) -> torch.Tensor | None:
-        """A copy of the exported states, `(sum(counts), layers * hidden)`: the next step overwrites them."""
-        if not self._layers:
-            return None
+    def keep_states(self) -> None:
+        """Allocate hidden states for all slots of the cache, `(slots, layers * hidden)`."""
+        group, block = states_group(self.kv_cache_config)
+        size = len(self._layers) * self.model_config.get_hidden_size()
+        slots = self.kv_cache_config.num_blocks * block if size else 0
+        self._states = torch.zeros((slots, size), dtype=self.dtype, device=self.device)
+        self._cached_layer = self.kv_cache_config.kv_cache_groups[group].layer_names[0] if size else ""
+
+    def states_at(self, slots: np.ndarray) -> torch.Tensor:
+        """Copies of the hidden states at slots of the cache, int64 `(n,)`, behind all launched steps."""
+        return self._states.index_select(0, async_tensor_h2d(slots, device=self.device))
+
+    def _store_states(self, state: Any) -> None:
+        """Store the hidden states of a step at the slots of its keys and values."""
         order = sorted({layer for layer in self._layers if layer != HEAD_INPUT})
         by_layer = dict(zip(order, state.aux_hidden_states or (), strict=True))
         by_layer[HEAD_INPUT] = state.hidden_states
         count = int(state.input_batch.num_scheduled_tokens.sum())
-        return torch.cat([by_layer[layer][:count] for layer in self._layers], dim=-1)
+        states = torch.cat([by_layer[layer][:count] for layer in self._layers], dim=-1)
+        self._states.index_copy_(0, state.slot_mappings_by_layer[self._cached_layer][:count], states)
 
 
 class KeyedSampler(Sampler):
@@ -248,13 +273,12 @@ class KeyedSampler(Sampler):
         prefill_len = self.req_states.prefill_len
         counts = packed[:, 0].clamp(min=1).int()
         number, rejected = get_num_sampled_and_rejected(counts, batch.seq_lens, cu, batch.idx_mapping, prefill_len.gpu)
-        firsts, counted = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
+        counted = batch.num_scheduled_tokens.astype(np.int64)
         self.step = {
             "names": list(batch.req_ids),
-            "firsts": firsts,
             "counts": counted,
             "drafted": drafted,
-            "sampled": firsts + counted >= prefill_len.np[batch.idx_mapping_np],
+            "sampled": batch.num_computed_tokens_np + counted >= prefill_len.np[batch.idx_mapping_np],
             "packed": packed,
             "tops": self._tops(logits, packed, drafted, batch.idx_mapping_np),
         }
@@ -271,16 +295,13 @@ class KeyedSampler(Sampler):
 
 
 class _Output(AsyncModelRunnerOutput):
-    """vLLM's output with the report of its step, which is on its way to the host. Hidden states stay on the device in
-    the engine's own process."""
+    """vLLM's output with the report of its step, which is on its way to the host."""
 
-    def __init__(self, output: Any, fields: dict[str, Any], stream: Any, *, sends_states: bool) -> None:
+    def __init__(self, output: Any, fields: dict[str, Any], stream: Any) -> None:
         self._output, self._fields, self._event = output, fields, None
         tensors = {"packed": fields["packed"]}
         if fields["tops"] is not None:
             tensors["tokens"], tensors["gaps"] = fields["tops"]
-        if sends_states and fields["states"] is not None:
-            tensors["states"] = fields["states"]
         if fields["packed"].is_cuda:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -298,8 +319,6 @@ class _Output(AsyncModelRunnerOutput):
         arrays: dict[str, Any] = {"packed": copies["packed"].numpy()}
         if "tokens" in copies:
             arrays["tops"] = copies["tokens"].numpy(), copies["gaps"].numpy()
-        if "states" in copies:
-            arrays["states"] = to_wire(copies["states"])
         setattr(output, KEY, CoreStep(**{**self._fields, **arrays}))
         return output
 

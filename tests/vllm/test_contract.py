@@ -50,9 +50,10 @@ PARTS = {
     "vllm.v1.engine": ("EngineCoreOutputs.outputs", "EngineCoreOutput.new_prompt_logprobs_tensors"),
     "vllm.v1.core.sched.scheduler.Scheduler": (
         *("running", "waiting", "requests", "schedule", "has_requests", "max_num_running_reqs"),
-        "max_num_scheduled_tokens",
+        *("max_num_scheduled_tokens", "kv_cache_config", "kv_cache_manager"),
         "update_from_output(scheduler_output, model_runner_output)",
     ),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("get_block_ids(request_id)",),
     "vllm.v1.core.sched.output.SchedulerOutput": (
         *("scheduled_spec_decode_tokens", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     ),
@@ -71,7 +72,10 @@ PARTS = {
     "vllm.v1.worker.worker_base.WorkerBase": (
         *("rank", "vllm_config", "load_model", "compile_or_warm_up_model", "execute_model", "sample_tokens"),
     ),
-    "vllm.v1.worker.gpu_worker.Worker": ("_make_model_runner", "model_runner", "compile_or_warm_up_model"),
+    "vllm.v1.worker.gpu_worker.Worker": (
+        *("_make_model_runner", "model_runner", "compile_or_warm_up_model", "_maybe_get_memory_pool_context(tag)"),
+        "initialize_from_config(kv_cache_config)",
+    ),
     "vllm.model_executor.model_loader.reload": (
         *("layerwise.initialize_layerwise_reload(model)", "layerwise.get_layerwise_info(layer)"),
         "types.LayerReloadingInfo.loaded_weights",
@@ -292,7 +296,8 @@ def test_the_model_runner_is_written_as_the_worker_expects() -> None:
     sample = " ".join(inspect.getsource(GPUModelRunner.sample).split())
     assert "sampler_output = self.sampler(logits, input_batch)" in sample
     assert "sampler_output = self.rejection_sampler( logits, input_batch, " in sample
-    assert {"input_batch", "hidden_states", "aux_hidden_states"} <= {*ExecuteModelState.__annotations__}
+    fields = {"input_batch", "hidden_states", "aux_hidden_states", "slot_mappings_by_layer"}
+    assert fields <= {*ExecuteModelState.__annotations__}
     made = inspect.getsource(GPUModelRunner.__init__)
     assert "self.speculator = init_speculator(" in made and "self.use_aux_hidden_state_outputs = " in made
     loads = "".join(inspect.getsource(GPUModelRunner.load_model).split())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
+LAYERS = (0, 3, HEAD_INPUT)
 _engines: list[VllmEngine] = []
 
 
@@ -78,7 +81,7 @@ def hf(**limits: Any) -> Driver:
         (0.0, {}, {}),
         (1.0, {}, {"compiled": True}),
         (0.7, {"top_k": 30, "top_p": 0.9}, {}),
-        (1.0, {}, {"hidden_layers": (0, 3, HEAD_INPUT), "max_step_tokens": 24}),
+        (1.0, {}, {"hidden_layers": LAYERS, "max_step_tokens": 24}),
     ],
 )
 def test_tokens_and_states_are_those_of_hf(temperature: float, filters: dict[str, Any], limits: dict[str, Any]) -> None:
@@ -99,6 +102,42 @@ def test_tokens_and_states_are_those_of_hf(temperature: float, filters: dict[str
 
 def states_of(collected: Collected, request_id: str) -> torch.Tensor:
     return torch.cat([states for _, states in collected.states[request_id]])
+
+
+@pytest.mark.parametrize("limits", [{}, {"kv_cache_gb": 960 / (1 << 20), "max_step_tokens": 100}], ids=["", "tight"])
+def test_samples_share_a_prompt_and_its_hidden_states(limits: dict[str, Any]) -> None:
+    """States of cached positions are those of the request that computed them; also after preemptions, and for a reader
+    that begins late, while a step is in flight or held."""
+    engine, reference = make(hidden_layers=LAYERS, max_model_len=384, **limits), hf(hidden_layers=LAYERS)
+    (short,) = requests(1, 1.0)
+    prompt = (short.prompt_token_ids * 40)[:150]
+    sampling = [replace(short.sampling, seed=i, max_tokens=121 if i % 3 else 1, ignore_eos=True) for i in range(6)]
+    batch = [TargetRequest(f"r{i}", prompt, one) for i, one in enumerate(sampling)]
+    theirs, ours = answers(reference, batch), Collected()
+    drafts = noisy_tails(theirs.tokens, 3, engine.vocab_size)
+    for request in batch[:3]:
+        engine.add(request)
+    for number in range(2000):
+        if number == 3:
+            for request in batch[3:]:
+                engine.add(request)
+        if not engine.has_work():
+            break
+        if number % 20 > 9:
+            ours.step(engine)
+        else:
+            ours.step(engine, {name: drafts(name, engine.committed[name]) for name in engine.decoding()})
+        rows = np.array(sorted(engine.requests), np.int32)
+        late = engine.engine.states(rows, np.zeros(len(rows), np.int32), 1 << 40)
+        for row, start, states in late.split():
+            name = engine.requests[row].request_id
+            known = states_of(theirs, name)[: len(states)]
+            assert start == 0 and len(states) < len(prompt) + max(engine.committed[name], 1)
+            assert torch.allclose(states, known, atol=1e-3)
+    assert ours.tokens == theirs.tokens
+    for one in batch:
+        assert torch.allclose(states_of(ours, one.request_id), states_of(theirs, one.request_id), atol=1e-3)
+    assert (ours.prefilled > 3 * len(prompt)) == bool(limits), "only then preempted; six samples in any case"
 
 
 def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:

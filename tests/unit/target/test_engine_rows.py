@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.core.ragged import begins
+from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import verify_arrays
 from specactor_ray.target.base import Drafts, Finish, TargetRequest
-from specactor_ray.target.rows import EngineRows
+from specactor_ray.target.rows import EngineRows, fewest_first
+from specactor_ray.transport.messages import States
 from tests.tails import sample_rows
 
 VOCAB, PROMPT = 5, 3
@@ -117,30 +118,22 @@ def test_drafts_are_cut_to_what_may_be_verified() -> None:
     assert cut({}, [1, 3]) == cut({1: []}, [1, 3]) == [0, 0]
 
 
-def test_states_are_handed_out_once_and_in_order() -> None:
-    engine = engine_rows([SamplingParams()] * 2, [0, 4])
-    rows, seen = ints(1, 3), {1: [], 3: []}
+def test_states_are_exported_once_and_in_order() -> None:
+    engine, rows = engine_rows([SamplingParams()] * 2, [0, 4]), ints(1, 3)
 
-    def forward(*spans: tuple[int, int]) -> None:
-        firsts, counts = np.array(spans).T
-        states = np.concatenate([np.arange(first, first + count) for first, count in spans])[:, None]
-        exported = engine.export(torch.from_numpy(states), rows, firsts, counts)
-        for row, start, values in exported.split():
-            assert start == len(seen[row])
-            seen[row] += values[:, 0].tolist()
+    def exported(*ends: int) -> dict[int, list[int]]:
+        def states_of(rows: np.ndarray, starts: np.ndarray, most: int) -> States:
+            chosen, lengths = fewest_first(ints(*ends), starts, most)
+            return States(rows[chosen], starts[chosen], lengths, torch.from_numpy(places(starts[chosen], lengths)))
 
-    def logged(starts: tuple[int, int], most: int = 99) -> dict[int, list[int]]:
-        found = engine.logged(rows, ints(*starts), most)
-        return {row: values[:, 0].tolist() for row, start, values in found.split()}
+        return {row: values.tolist() for row, _, values in engine.export(states_of, rows).split()}
 
-    engine.length[:] = 8  # as after steps that committed
-    forward((0, 3), (0, 2))
-    assert seen == {1: [0, 1, 2], 3: [0, 1]}
-    forward((3, 3), (0, 1))  # the second was preempted: it is computed again
-    forward((6, 4), (1, 6))  # three of the first are rejected drafts
-    assert seen == {1: [*range(7)], 3: [*range(7)]}
-    assert logged((0, 0)) == seen and logged((7, 7)) == {}
-    assert logged((2, 5)) == {1: [2, 3, 4, 5, 6], 3: [5, 6]}
-    assert logged((2, 5), 4) == {3: [5, 6], 1: [2, 3]}, "those of the row with the fewest first"
-    engine.close(1)
-    assert not engine._log.keys() - {3}, "states are kept as long as their request"
+    assert exported(3, 2) == {1: [0, 1, 2], 3: [0, 1]}
+    assert exported(6, 1) == {1: [3, 4, 5]}, "the second was preempted: it is computed again"
+    assert exported(7, 7) == {1: [6], 3: [2, 3, 4, 5, 6]}
+
+
+def test_rows_with_the_fewest_positions_come_first() -> None:
+    for most, expected in ((99, {0: 5, 1: 2}), (4, {1: 2, 0: 2}), (2, {1: 2})):
+        chosen, lengths = fewest_first(ints(7, 7, 7), ints(2, 5, 7), most)
+        assert dict(zip(chosen.tolist(), lengths.tolist(), strict=True)) == expected
