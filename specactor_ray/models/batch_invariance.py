@@ -32,15 +32,16 @@ FIX = "set target.batch_invariant=false."
 _LEAST_CAPABILITY = (8, 0)
 _COMPANY = 200
 """Tokens of the other row in the proof at load: several tiles of rows."""
-_ROUNDED = {
-    "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
-    "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution", "conv1d",
-    "scaled_dot_product_attention", "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp", "sum",
-    "nansum", "mean", "var", "var_mean", "std", "prod", "norm", "linalg_vector_norm", "cumsum", "cumprod",
-    "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "native_group_norm",
-    "native_batch_norm", "grouped_mm_fallback",
+_MOVED = {
+    "_to_copy", "amax", "amin", "arange", "argsort", "cat", "concat", "constant_pad_nd", "copy", "dropout", "embedding",
+    "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "glu", "hardswish", "histc", "index",
+    "index_copy", "index_put", "index_select", "layer_norm", "log_sigmoid", "masked_fill", "max", "min",
+    "native_layer_norm", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "outer", "pad", "polar",
+    "prelu", "repeat", "repeat_interleave", "roll", "scatter", "sort", "stack", "topk", "tril", "triu", "type_as",
+    "zero", "zeros", "zeros_like",
 }  # fmt: skip
-"""Operators that round several numbers to one, in an order that may depend on the number of rows."""
+"""Operators that give a number its bits in every batch, beside views and those with torch's tag for computing element by
+element. Of any other, the order of a sum may depend on the number of rows."""
 _KEYWORDS = {"weight", "bias", "dim", "keepdim", "dtype", "offs", "_stacklevel"}
 """Keyword arguments of torch's functions that the own ones take; calls with others are left to torch."""
 _Found = Tensor | NotImplementedType
@@ -86,10 +87,10 @@ def require_device(device: torch.device | None = None) -> None:
 
 def prove(model: RaggedModel, tokens: np.ndarray) -> None:
     """ConfigError: a sequence does not give the same bits read at once, and in part beside another row and token by
-    token, or in operators that no kernel of ours takes over."""
+    token, or it calls operators whose bits may depend on the batch."""
     name, cache, single = type(model.model).__name__, model.cache, min(3, len(tokens) - 1)
     parts = [len(tokens) - single, *[1] * single]
-    with _Rounded() as watch:
+    with _Others() as watch:
         found = [read_in_parts(model, tokens, [len(tokens)], 0), read_in_parts(model, tokens, parts, cache.slots // 4)]
     if watch.seen and isinstance(model._kernels, Invariant):
         problem = f"{name} calls {', '.join(sorted(watch.seen))}, whose results may depend on the number of rows."
@@ -119,17 +120,20 @@ def read_in_parts(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], 
     return torch.cat(found)
 
 
-class _Rounded(TorchDispatchMode):
-    """Names of the operators in `_ROUNDED` with results of floating point."""
+class _Others(TorchDispatchMode):
+    """Names of the operators with results of floating point that may round several numbers to one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in _ROUNDED and (not isinstance(found, Tensor) or found.is_floating_point()):
+        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        results = found if isinstance(found, (tuple, list)) else [found]
+        floats = any(isinstance(one, Tensor) and one.is_floating_point() for one in results)
+        plain = name.removesuffix("_") in _MOVED or func.is_view or torch.Tag.pointwise in func.tags
+        adds = "reduce" in func._overloadname or (name.startswith("index_put") and True in args[3:])
+        if floats and (adds or not plain):
             self.seen.add(name)
         return found
 

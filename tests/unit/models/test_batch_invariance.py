@@ -56,13 +56,44 @@ ROUTED_BY_SIGMOIDS = ("afmoe", "glm4_moe", "minimax_m2")
 """Their bits differ on CPUs alone, whose sigmoid of the last numbers of a tensor is another one."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PROVED if kind not in (*ROUTED_BY_SIGMOIDS, "jetmoe")])
+FLOAT32 = [kind for kind in (*PROVED, "llama-biases", "gemma2-caps") if kind not in (*ROUTED_BY_SIGMOIDS, "jetmoe")]
+BFLOAT16 = [*ROUTED_BY_SIGMOIDS, "deepseek-groups", "gemma2-caps", "gpt2", "gpt_oss", "llama-biases", "qwen3-tied"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in FLOAT32), *((kind, torch.bfloat16) for kind in BFLOAT16)],
+)
 def test_every_product_and_sum_of_a_model_is_taken_over(
-    kind: str, exact: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the proof at load names the operator, or finds other bits."""
     with products_of_gpus(monkeypatch, Invariant()):
-        RaggedModel(make_model(kind), 4 << 20, batch_invariant=True)
+        RaggedModel(make_model(kind).to(dtype), 4 << 20, batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        ("einsum", lambda x, at: torch.einsum("ij,kj->ik", x, x)),
+        ("embedding_bag", lambda x, at: functional.embedding_bag(at[None], x)),
+        ("index_put_", lambda x, at: x.index_put_((at,), torch.ones(3), accumulate=True)),
+        ("index_put", lambda x, at: torch.index_put(x, (at,), torch.ones(3), True)),
+        ("scatter", lambda x, at: x.scatter(0, at[:, None], x, reduce="add")),
+        ("logsumexp", lambda x, at: x.logsumexp(0)),
+        ("rms_norm", lambda x, at: functional.rms_norm(x, (3,))),
+    ],
+)  # fmt: skip
+def test_an_operator_that_may_add_is_named(name: str, compute: Any) -> None:
+    """In inference mode, where the dispatcher is given compound operators whole."""
+    with torch.inference_mode(), batch_invariance._Others() as watch:
+        x, at = torch.zeros(4, 3), torch.tensor([2, 3])
+        x[at] = x[:2] * 2
+        x.index_put_((at,), torch.ones(3)).scatter(0, at[:, None], x).topk(2)
+        torch.einsum("ij,kj->ik", at[None], at[None])  # whole numbers
+        assert not watch.seen
+        compute(x, at)
+    assert name in watch.seen
 
 
 def test_sums_by_atomic_additions_are_named(exact: None, monkeypatch: pytest.MonkeyPatch) -> None:
