@@ -1,22 +1,30 @@
 """Matrix products and sums of rows in Triton with bits that do not depend on the number of rows.
 
 A program of `multiply` takes a tile of rows and columns over the whole inner dimension, in blocks of one size, into one
-sum. The tile's shape depends on the data type and the number of columns alone, so a row is added up in one order,
-whatever shares its tile. `add_up` gives each row a program.
+sum, so a row is added up in one order, whatever shares its tile. Many rows take a larger tile with the same blocks,
+once a comparison on the device has found its bits to be equal. `add_up` gives each row a program.
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from specactor_ray.core.environment import fall_back
+
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types of factors and terms; both kernels add in float32."""
+_MANY, _MANY_COLUMNS, _WIDE = 256, 2048, 1 << 14
+"""Rows and columns from which on large tiles keep a device busy; columns from which on those of few rows are wide."""
 _WIDEST_SUM = 1024
 """Most columns that `add_up` reads at once."""
 
@@ -31,11 +39,27 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(itemsize: int, columns: int) -> Tile:
-    """The tile of a product by its number of columns: narrow where few columns must keep the device busy."""
+def tile_of(itemsize: int, columns: int, many: bool = False) -> Tile:
+    """The tile of a product: narrow where few columns must keep the device busy; `many`: for many rows. The length of
+    its blocks depends on the size of the numbers alone."""
     if itemsize == 4:
         return Tile(16, 64, 32, 4, 3)
-    return Tile(64, 128, 64, 4, 4) if columns >= 1 << 14 else Tile(64, 32, 64, 4, 6)
+    if many and columns >= _MANY_COLUMNS:
+        return Tile(128, 128, 64, 8, 3)
+    return Tile(64, 128, 64, 4, 4) if columns >= _WIDE else Tile(64, 32, 64, 4, 6)
+
+
+@functools.cache
+def _agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether all tiles give the same bits on a device, found by sums of which nothing but their roundings is left."""
+    part = torch.arange(128 * 256, device=device).sin().to(dtype).view(1, 128, 256)
+    x, weight = torch.cat((part, part), 2), torch.cat((part, -part), 2).transpose(1, 2)
+    tiles = tile_of(2, 0), tile_of(2, _WIDE), tile_of(2, _WIDE, True)
+    first, *others = (_multiply(x, weight, None, None, tile) for tile in tiles)
+    if equal := all(torch.equal(first, other) for other in others):
+        return equal
+    fall_back(logger, f"Products of many rows take the tile for few rows on {device}: the larger one has other bits")
+    return equal
 
 
 def product(
@@ -53,13 +77,19 @@ def product(
     Returns:
         `(batch, rows, columns)` in the data type of `x`.
     """
+    many = ends is None and x.itemsize == 2 and x.shape[1] >= _MANY and _agree(x.device, x.dtype)
+    return _multiply(x, weight, bias, ends, tile_of(x.itemsize, weight.shape[2], many))
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None, tile: Tile
+) -> torch.Tensor:
     x = x if len(x) == 1 and x.stride(2) == 1 else x.contiguous()
     batch, rows, inner = x.shape
     columns, groups = weight.shape[2], 0 if ends is None else len(ends)
     out = x.new_empty(batch, rows, columns)
     if not out.numel():
         return out
-    tile = tile_of(x.itemsize, columns)
     grid = (triton.cdiv(rows, tile.rows) + groups, triton.cdiv(columns, tile.columns), batch)
     with torch.cuda.device_of(x):
         multiply[grid](

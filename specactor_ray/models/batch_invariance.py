@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 KEY = "target.batch_invariant"
 FIX = "set target.batch_invariant=false."
 _LEAST_CAPABILITY = (8, 0)
-_COMPANY = 200
-"""Tokens of the other row in the proof at load: several tiles of rows."""
+_COMPANY = 300
+"""Tokens of the other row in the proof at load: several tiles of rows, of either size."""
+_FEW = 16
+"""Most terms of sums that are computed term by term: those over the experts of a token."""
 _MOVED = {
     "_to_copy", "amax", "amin", "arange", "argsort", "cat", "concat", "constant_pad_nd", "copy", "dropout", "embedding",
     "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "glu", "hardswish", "histc", "index",
     "index_copy", "index_put", "index_select", "layer_norm", "log_sigmoid", "masked_fill", "max", "min",
     "native_layer_norm", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "outer", "pad", "polar",
-    "prelu", "repeat", "repeat_interleave", "roll", "scatter", "sort", "stack", "topk", "tril", "triu", "type_as",
-    "zero", "zeros", "zeros_like",
+    "prelu", "repeat", "repeat_interleave", "roll", "scatter", "set", "sort", "stack", "topk", "tril", "triu",
+    "type_as", "zero", "zeros", "zeros_like",
 }  # fmt: skip
-"""Operators that give a number its bits in every batch, beside views and those with torch's tag for computing element by
-element. Of any other, the order of a sum may depend on the number of rows."""
+"""Operators that give a number its bits in every batch, beside views and those that torch tags as computed element by
+element. In any other, the order of a sum may depend on the number of rows."""
 _KEYWORDS = {"weight", "bias", "dim", "keepdim", "dtype", "offs", "_stacklevel"}
 """Keyword arguments of torch's functions that the own ones take; calls with others are left to torch."""
 _Found = Tensor | NotImplementedType
@@ -205,7 +207,12 @@ def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtyp
     [dim] = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else [dim]
     if not isinstance(dim, int) or not _fits(x) or dtype not in (None, torch.float32, x.dtype):
         return NotImplemented
-    found = sums(x.movedim(dim, -1)).to(dtype or x.dtype)
+    if 0 < x.shape[dim] <= _FEW:
+        first, *others = x.unbind(dim)
+        found = sum(others, first.float())
+    else:
+        found = sums(x.movedim(dim, -1))
+    found = found.to(dtype or x.dtype)
     return found.unsqueeze(dim) if keepdim else found
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.models import _products_triton as kernels
 from specactor_ray.models.batch_invariance import Invariant, read_in_parts
 from specactor_ray.models.ragged_model import RaggedModel
@@ -63,13 +64,41 @@ def test_a_row_has_its_bits_in_every_company(size, dtype, biased, transposed, ch
     assert same_bits(run(x.t().contiguous().t()[None, :9]), whole[None, :9])  # other strides, more dimensions
 
 
-def test_another_order_of_the_inner_dimension_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of another length for few rows: what a library does that chooses kernels by the number of rows."""
-    x, weight = made(0, 64, 200), made(1, 32, 200)
+def few_are_many(monkeypatch: pytest.MonkeyPatch, inner: int = 64) -> list[int]:
+    """Products from 100 rows on take the larger tile, here with blocks of `inner`. Returns the rows of all tiles."""
+    real, rows = kernels.tile_of, list[int]()
+
+    def tile_of(itemsize: int, columns: int, many: bool = False) -> kernels.Tile:
+        tile = real(itemsize, columns, many)
+        rows.append(tile.rows)
+        return tile._replace(inner=inner) if tile.rows == 128 else tile
+
+    monkeypatch.setattr(kernels, "_MANY", 100)
+    monkeypatch.setattr(kernels, "_MANY_COLUMNS", 1)
+    monkeypatch.setattr(kernels, "tile_of", tile_of)
+    kernels._agree.cache_clear()
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_have_the_bits_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = made(1, 200, 150, dtype=dtype), made(2, 40, 150, dtype=dtype), made(3, 40, dtype=dtype)
     with Invariant():
-        whole = functional.linear(x, weight)
-        monkeypatch.setattr(kernels, "tile_of", lambda *_: kernels.Tile(16, 64, 64, 4, 3))
-        assert not same_bits(functional.linear(x[:1], weight), whole[:1])
+        whole, rows = functional.linear(x, weight, bias), few_are_many(monkeypatch)
+        for count in (1, 16, 128, 200):
+            assert same_bits(functional.linear(x[:count], weight, bias), whole[:count])
+            assert rows[-1] == (128 if count >= 100 else 64)
+    assert kernels._agree(x.device, dtype)
+
+
+def test_a_tile_with_other_bits_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with blocks of another length: what a library does that chooses kernels by the number of rows."""
+    x, weight = made(0, 200, 200, dtype=torch.bfloat16), made(1, 32, 200, dtype=torch.bfloat16)
+    with Invariant():
+        whole, rows = functional.linear(x, weight), few_are_many(monkeypatch, inner=32)
+        assert same_bits(functional.linear(x, weight), whole) and rows[-1] == 64
+    assert any("rows take the tile for few rows on cpu" in line for line in fallbacks())
+    kernels._agree.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,6 +141,15 @@ def test_sums_means_and_softmax(columns: int, dtype: torch.dtype) -> None:
         expected = form(x)
         assert (whole.shape, whole.dtype) == (expected.shape, expected.dtype)
         torch.testing.assert_close(whole, expected, atol=8 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+def test_few_terms_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts' results of a token: no copy, and no program per sum."""
+    monkeypatch.setattr(kernels, "sums", None)
+    x = made(5, 9, 4, 6, dtype=torch.bfloat16)
+    with Invariant():
+        found = x.sum(dim=1)
+    assert same_bits(found, (((x[:, 0].float() + x[:, 1]) + x[:, 2]) + x[:, 3]).bfloat16())
 
 
 def test_what_is_left_to_torch() -> None:
