@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.bench.rollout_modes import figures_of
+from specactor_ray.bench.stock import stock_llm
 from specactor_ray.bench.variants import BenchMode, plan_variants
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.methods import WINDOW
@@ -95,16 +96,8 @@ def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
 def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
     """Start vLLM in this process, warm it up, and time every workload: a row each."""
     bind_to_cores(work.cores)
-    for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):  # of our engine in the parent
-        os.environ.pop(name, None)
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     llm = _start(work)
-    from specactor_ray.rollout.trajectory import RolloutMetrics  # imports numba, whose threads vLLM sets first
+    from specactor_ray.rollout.trajectory import RolloutMetrics  # imports numba; vLLM sets its threads first
 
     _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     rows = []
@@ -143,31 +136,22 @@ def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
 
 def _start(work: PeerWork) -> Any:
     """`vllm.LLM` of the configured target."""
-    from vllm import LLM
-
     from specactor_ray.models.cache_size import cache_bytes, room_here
     from specactor_ray.models.loading import locate_model
-    from specactor_ray.target.vllm import kernel_scan_without_llvmlite
 
     target = work.config.target
     source, revision = locate_model(target.model)
-    with kernel_scan_without_llvmlite():
-        llm = LLM(
-            model=str(source),
-            revision=revision,
-            tokenizer_revision=revision,
-            dtype=target.dtype,
-            max_model_len=target.max_model_len,
-            max_num_seqs=work.batch,
-            max_num_batched_tokens=max(target.max_step_tokens, target.max_model_len or 0),
-            kv_cache_memory_bytes=int(cache_bytes(target, room_here(target))),
-            enforce_eager=not target.compiled,
-            speculative_config=work.speculative,
-            generation_config="vllm",
-            disable_log_stats=False,
-            use_tqdm_on_load=False,
-            **target.engine_arguments,
-        )
+    llm = stock_llm(
+        target,
+        model=str(source),
+        revision=revision,
+        tokenizer_revision=revision,
+        max_num_seqs=work.batch,
+        max_num_batched_tokens=max(target.max_step_tokens, target.max_model_len or 0),
+        kv_cache_memory_bytes=int(cache_bytes(target, room_here(target))),
+        speculative_config=work.speculative,
+        disable_log_stats=False,
+    )
     _repair_expand_kernel()
     return llm
 

@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "target/vllm_worker.py",
         "target/vllm_weights.py",
         "bench/peers.py",
+        "bench/stock.py",
         "bench/gpu_check/vllm.py",
     ),
     "trl": ("integrations/trl.py",),

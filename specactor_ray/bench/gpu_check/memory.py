@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -15,9 +14,8 @@ import torch
 import torch.multiprocessing  # pickles tensors as handles
 
 from specactor_ray.bench.gpu_check.models import model_folder, random_model, random_weights, vllm_target
-from specactor_ray.bench.gpu_check.stage import Stage
+from specactor_ray.bench.gpu_check.stage import Stage, shown
 from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine, step_at_random, target_model
-from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.models.weight_buckets import grouped, pack, unpack
 from specactor_ray.target.base import TargetEngine
@@ -76,77 +74,50 @@ _BUCKET_BYTES = 256 << 20
 
 
 def measure_weights(stage: Stage) -> None:
-    """Fill a point for every way of a trainer's tensors to an engine's, in the target's shape: seconds and GB/s. Raises
-    RuntimeError where the engine's weights are not those that were sent."""
+    """Fill a point for every way of a trainer's tensors to an engine's, in the target's shape: median seconds and GB/s;
+    for copies to page-locked memory and back those of a bucket. Raises RuntimeError where the engine's weights are not
+    those that were sent."""
     settings = stage.settings
     source = random_weights(settings.target, settings.dtype, settings.device, seed=1).state_dict()
     model = random_model(settings.target, settings.dtype, settings.device, tokens=4096)
     dtypes = {name: tensor.dtype for name, tensor in source.items()}
-    size = sum(tensor.nbytes for tensor in source.values())
-    groups = list(grouped(source.items(), lambda tensor: tensor.nbytes, _BUCKET_BYTES))
-    packed = list[Any]()
+    groups, packed = list(grouped(source.items(), lambda tensor: tensor.nbytes, _BUCKET_BYTES)), list[Any]()
+    bucket = [tensor for _, tensor in groups[0]]
+    pinned = [torch.empty_like(one, device="cpu", pin_memory=settings.device == "cuda") for one in bucket]
 
-    def note(way: str, seconds: float) -> None:
-        stage.point({"way": way}, s=seconds, gb=1e-9 * size, gb_per_s=1e-9 * size / seconds)
-        stage.changed(f"{stage.name}, {way}: {seconds:.3g} s, {1e-9 * size / seconds:.3g} GB/s")
+    def to_buckets() -> None:
+        packed[:] = [pack(group, dtypes) for group in groups]
 
-    def load(weights: Mapping[str, torch.Tensor]) -> None:
-        model.load_weights(weights)
+    def from_buckets() -> None:
+        model.load_weights(dict(pair for bucket in packed for pair in unpack(bucket)))
 
-    note("device to engine", stage.seconds(lambda: load(source)))
+    _time_copy(stage, "device to engine", lambda: model.load_weights(source), source.values())
     if stale := model.stale_weights(source):
         raise RuntimeError(f"{len(stale)} weights are not those that were sent, such as {stale[0]}")
-    note("device to buckets", stage.seconds(lambda: packed.extend(pack(group, dtypes) for group in groups)))
-    note("buckets to engine", stage.seconds(lambda: load(dict(pair for bucket in packed for pair in unpack(bucket)))))
+    _time_copy(stage, "device to buckets", to_buckets, source.values())
+    _time_copy(stage, "buckets to engine", from_buckets, source.values())
     packed.clear()
-    down, up = pinned_copies(groups, settings.device)
-    note("device to pinned", stage.seconds(down))
-    note("pinned to device", stage.seconds(up))
-    handles = bytes(ForkingPickler.dumps(list(source.values())))
-    opening_s, copying_s = run_in_child(
-        copy_from_handles, (handles, settings.device), "gpu-check weights", stage.changed
-    )
-    note("device of another process", copying_s)
-    stage.entry["figures"]["opening of handles s"] = opening_s
+    _time_copy(stage, "device to pinned", functools.partial(copy_all, bucket, pinned), bucket)
+    _time_copy(stage, "pinned to device", functools.partial(copy_all, pinned, bucket), bucket)
+    stage.apart(copy_from_handles, bytes(ForkingPickler.dumps(list(source.values()))))
 
 
-def pinned_copies(
-    groups: list[list[tuple[str, torch.Tensor]]], device: str
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies of all tensors to one buffer of page-locked memory, group by group, and back."""
-    largest = max(sum(tensor.nbytes for _, tensor in group) for group in groups)
-    buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=device == "cuda")
-
-    def copy(to_device: bool) -> None:
-        for group in groups:
-            begin = 0
-            for _, tensor in group:
-                part = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                source, target = (part, tensor) if to_device else (tensor, part)
-                target.copy_(source, non_blocking=True)
-                begin += tensor.nbytes
-            if device == "cuda":
-                torch.cuda.synchronize()  # the buffer is free for the next group
-
-    return functools.partial(copy, False), functools.partial(copy, True)
-
-
-def copy_from_handles(work: tuple[bytes, str], report: Report) -> tuple[float, float]:
-    """Seconds to open another process's tensors, and to copy them on the device."""
-    del report
-    handles, device = work
-
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    torch.zeros(1, device=device)
-    begin = time.perf_counter()
-    theirs: list[torch.Tensor] = pickle.loads(handles)
+def copy_from_handles(stage: Stage, handles: bytes) -> None:
+    """Measure the copy of another process's tensors on the device."""
+    theirs = list[torch.Tensor]()
+    torch.zeros(1, device=stage.settings.device)
+    stage.entry["figures"]["opening of handles s"] = stage.seconds(lambda: theirs.extend(pickle.loads(handles)))
     own = [torch.empty_like(tensor) for tensor in theirs]
-    synchronize()
-    opened = time.perf_counter()
-    for target, tensor in zip(own, theirs, strict=True):
-        target.copy_(tensor)
-    synchronize()
-    return opened - begin, time.perf_counter() - opened
+    _time_copy(stage, "device of another process", functools.partial(copy_all, theirs, own), own)
+
+
+def copy_all(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> None:
+    """Copy tensors without a wait."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _time_copy(stage: Stage, way: str, call: Callable[[], object], tensors: Iterable[torch.Tensor]) -> None:
+    seconds, gb = stage.median_s(call), 1e-9 * sum(tensor.nbytes for tensor in tensors)
+    point = stage.point({"way": way}, s=seconds, gb=gb, gb_per_s=gb / seconds)
+    stage.changed(f"{stage.name}, {shown(point)}")

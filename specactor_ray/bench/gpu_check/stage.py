@@ -15,7 +15,9 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from specactor_ray.bench.micro import cell
 from specactor_ray.core.child import Report, run_in_child
+from specactor_ray.core.errors import SpecActorError
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
 """Bounds of the timed calls of a figure, and seconds that they may take: as many calls as fit."""
@@ -59,7 +61,9 @@ class Settings(NamedTuple):
     target: Mapping[str, int] = TARGET
     target_prompt: int = 512
     target_tokens: int = 128
-    """Decode rates are those of the second half of outputs twice as long, so that prefill does not count."""
+    """Half of the output tokens of a request in stage `vllm`."""
+    rounds: int = 3
+    """Rounds in which the engines of stage `vllm` take turns."""
     drafter: Mapping[str, int] = DRAFTER
     drafting_prompt: int = 128
 
@@ -119,25 +123,25 @@ class Stage:
     """Called with a line of progress when `entry` has changed."""
     now: Callable[[], float] = time.perf_counter
     entry: dict[str, Any] = field(
-        default_factory=lambda: {"status": "interrupted", "points": [], "figures": {}, "not_measured": []}
+        default_factory=lambda: {"status": "interrupted", "points": [], "figures": {}, "not_measured": [], "error": ""}
     )
     """Plain data: `points`, a table; `figures`, single ones; `not_measured`, a line with the reason for each; `status`
-    (`complete`, `partial` or `failed`; `interrupted` until the end), `seconds` and `error`."""
+    (`complete`, `partial` or `failed`; `interrupted` until the end), `seconds`, and the first `error` with its
+    `traceback`."""
 
     def run(self, measure: Callable[[Stage], None]) -> None:
         """Measure the stage; a failure is recorded, so that other stages follow."""
-        begin, error = self.now(), ""
+        begin = self.now()
         try:
-            self._require_time()
+            self.require_time()
             measure(self)
         except OutOfTime:
             self.entry["not_measured"].append("the rest: no time was left")
         except Exception as failure:  # noqa: BLE001 - the other stages are measured after any failure
-            error = f"{type(failure).__name__}: {failure}".partition("\n")[0]
-            self.entry["traceback"] = traceback.format_exc()
-        status = "failed" if error else "partial" if self.entry["not_measured"] else "complete"
-        self.entry |= {"status": status, "error": error, "seconds": self.now() - begin}
-        self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {error}".rstrip())
+            self._note(failure)
+        status = "failed" if self.entry["error"] else "partial" if self.entry["not_measured"] else "complete"
+        self.entry |= {"status": status, "seconds": self.now() - begin}
+        self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {self.entry['error']}".rstrip())
         gc.collect()  # frees what the next stage has no use for
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -162,14 +166,15 @@ class Stage:
             self.entry.update(entry)
             self.changed(line)
 
-        self._require_time()
+        self.require_time()
         copy = Stage(self.name, self.settings, self.deadline)
         copy.entry = self.entry
         if not run_in_child(_measure, (copy, measure, args), f"gpu-check {self.name}", show):
             raise OutOfTime
 
     def each(self, points: Iterable[tuple[Any, ...]], measure: Callable[..., str]) -> None:
-        """Call `measure` with every point; it returns a line of progress. Missing memory and time are recorded."""
+        """Call `measure` with every point; it returns a line of progress. Missing memory and time and failures are
+        recorded, and the other points are measured."""
         for point in points:
             name = ", ".join(map(str, point))
             try:
@@ -177,9 +182,20 @@ class Stage:
             except (OutOfTime, torch.OutOfMemoryError) as error:
                 line = "no time was left" if isinstance(error, OutOfTime) else "out of memory"
                 self.entry["not_measured"].append(f"{name}: {line}")
+            except Exception as failure:  # noqa: BLE001 - as in `run`
+                line = self._note(failure)
+                self.entry["not_measured"].append(f"{name}: {line}")
             self.changed(f"{self.name}, {name}: {line}")
 
-    def _require_time(self) -> float:
+    def _note(self, failure: Exception) -> str:
+        """Record a failure in `entry`. Returns its reason in a line."""
+        lines = str(failure).strip().splitlines() or [""]
+        reason = lines[-1] if isinstance(failure, SpecActorError) else f"{type(failure).__name__}: {lines[0]}"
+        if not self.entry["error"]:
+            self.entry |= {"error": reason, "traceback": traceback.format_exc()}
+        return reason
+
+    def require_time(self) -> float:
         """The time. Raises OutOfTime after the deadline."""
         if (now := self.now()) > self.deadline:
             raise OutOfTime
@@ -187,7 +203,7 @@ class Stage:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of a call, to the end of its work on the device. Raises OutOfTime if the time was up before."""
-        begin = self._require_time()
+        begin = self.require_time()
         call()
         if self.settings.device == "cuda":
             torch.cuda.synchronize()
@@ -207,6 +223,11 @@ class Stage:
         for _ in range(_PROFILED if self.settings.device == "cuda" else 0):
             self.seconds(call)
         return seen.end(_PROFILED)
+
+
+def shown(figures: Mapping[str, Any]) -> str:
+    """Figures as a line of progress."""
+    return ", ".join(f"{name} {cell(value)}" for name, value in figures.items())
 
 
 def _measure(work: tuple[Stage, Callable[..., None], tuple[Any, ...]], report: Report) -> bool:

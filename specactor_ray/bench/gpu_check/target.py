@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_model, random_prompts
-from specactor_ray.bench.gpu_check.stage import Settings, Stage
-from specactor_ray.bench.micro import cell
+from specactor_ray.bench.gpu_check.stage import Settings, Stage, shown
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
@@ -47,7 +46,7 @@ def measure_target(stage: Stage) -> None:
         point = stage.point({"rows": rows, "drafts": drafts}, **figures)
         if what == ways[0] and "forward ms" in point:
             point["x forward"] = point[f"{what} ms"] / point["forward ms"]
-        return ", ".join(f"{name} {cell(value)}" for name, value in figures.items())
+        return shown(figures)
 
     stage.each(itertools.product(settings.rows, settings.drafts, ("forward", *ways)), measure)
 

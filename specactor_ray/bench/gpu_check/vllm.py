@@ -1,24 +1,28 @@
 """Stage `vllm`: the product's vLLM engine beside `vllm.LLM`, with dummy weights, each in a process of its own.
 
-Drafts are oracles: outputs of plain decoding are recorded and given as drafts, with a share of wrong tokens. The logits
-of dummy weights are all but equal, so the noise chooses, and outputs are the same in every batch.
+Both are on the GPU at once and are measured by turns, so a ratio is of figures of the same minute. Drafts are oracles:
+outputs of plain decoding are recorded and given as drafts, with a share of wrong tokens. The logits of dummy weights
+are all but equal, so the noise chooses, and outputs are the same in every batch.
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import itertools
-import os
+import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.bench.gpu_check.models import model_folder, random_prompts, vllm_target
-from specactor_ray.bench.gpu_check.stage import Settings, Stage
-from specactor_ray.bench.micro import cell
-from specactor_ray.core.errors import SpecActorError
+from specactor_ray.bench.gpu_check.stage import Settings, Stage, shown
+from specactor_ray.bench.stock import stock_llm
+from specactor_ray.core.child import Child, Report
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import GIB
@@ -26,26 +30,6 @@ from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
 
 _STRIDE = 37
 """Steps between the places of neighbouring rows in the pattern of right and wrong drafts."""
-
-
-_STOCK = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-}
-"""Variables of the process of stock vLLM."""
-
-
-class Run(NamedTuple):
-    """Requests from their prompts to their ends."""
-
-    seconds: float
-    steps: int
-    """Steps, of which some are prefill; as many of these in every run of the same rows."""
-    tokens: np.ndarray
-    """int32 `(rows, tokens)`."""
 
 
 class Oracle(NamedTuple):
@@ -72,184 +56,213 @@ class Oracle(NamedTuple):
 _PLAIN = Oracle(0, np.zeros((0, 0), np.int32), np.zeros((0, 0), np.bool_))
 
 
-class Side(Protocol):
+class Run:
+    """Requests from their prompts to their ends, step by step."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.tokens = np.zeros((rows, tokens), np.int32)
+        """Output tokens."""
+        self.ends = np.zeros(rows, np.int64)
+        """Output tokens of each row until now."""
+        self.steps = 0
+        """Steps, of which some are prefill; as many of these in every run of the same rows."""
+        self._whole: list[tuple[float, int]] = []
+        """Time and tokens of all rows after each step in which all of them decode."""
+
+    def step(self) -> None:
+        """Note that a step has ended."""
+        self.steps += 1
+        if self.ends.min() > 0 and self.ends.max() < self.tokens.shape[1]:
+            self._whole.append((time.perf_counter(), int(self.ends.sum())))
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the steps in which all rows decode. Raises RuntimeError if there are fewer than two."""
+        rows, steps = len(self.ends), len(self._whole) - 1
+        if steps < 1:
+            raise RuntimeError(f"outputs are too short: {rows} rows never decode all at once")
+        (begin, before), (end, after) = self._whole[0], self._whole[-1]
+        rate = (after - before) / (end - begin)
+        return {"ms": 1e3 * (end - begin) / steps, "tokens/s": rate, "tokens a step": (after - before) / rows / steps}
+
+
+class Side(abc.ABC):
     """An engine that runs random prompts to outputs of the same length."""
 
-    def run(self, rows: int, tokens: int, oracle: Oracle) -> Run:
+    def __init__(self, settings: Settings, keyed: bool) -> None:
+        self._settings, self._keyed = settings, keyed
+        self._known: dict[int, np.ndarray] = {}
+        """Number of rows → outputs of plain decoding."""
+        self._watched: dict[tuple[Any, ...], tuple[float | None, dict[str, int]]] = {}
+
+    @abc.abstractmethod
+    def run(self, rows: int, tokens: int, oracle: Oracle = _PLAIN) -> Run:
         """Run requests; the prompts are the same in every run."""
 
+    @abc.abstractmethod
     def call(self, method: str) -> Any:
         """Call a method of its worker."""
 
+    def measure(self, rows: int, drafts: int, accept: float | None) -> dict[str, Any]:
+        """Figures of a run. The first time, shorter runs precede it: they compile, and show graphs and kernels."""
+        period, oracle = self._settings.target_tokens, _PLAIN
+        if accept is not None:
+            if rows not in self._known:
+                self._known[rows] = self.run(rows, 2 * period).tokens
+            oracle = Oracle(drafts, self._known[rows], pattern(rows, period, accept))
+        if (cell := (rows, drafts, accept)) not in self._watched:
+            self._watched[cell] = self._watch(rows, oracle)
+        busy_ms, graphs = self._watched[cell]
+        run = self.run(rows, 2 * period, oracle)
+        same = float((run.tokens == self._known.setdefault(rows, run.tokens)).mean())
+        figures = run.figures()
+        exposed_ms = None if busy_ms is None else figures["ms"] - busy_ms
+        return {**figures, "same %": 100 * same if self._keyed else None, "exposed ms": exposed_ms, "graphs": graphs}
 
-class OurSide:
+    def _watch(self, rows: int, oracle: Oracle) -> tuple[float | None, dict[str, int]]:
+        """Ms of a step in which the GPU is busy (None on a CPU), and the graphs of some steps, without prefill."""
+        few = max(self._settings.target_tokens // 8, 1 + oracle.drafts)
+        steps, busy_s, graphs = list[int](), list[float | None](), list[Counter[str]]()
+        for tokens in (few, 2 * few):
+            self.call("watch_begin")
+            steps.append(self.run(rows, tokens, oracle).steps)
+            counts, busy = self.call("watch_end")
+            graphs.append(Counter(counts))
+            busy_s.append(busy)
+        first, second = busy_s
+        ms = None if first is None or second is None else 1e3 * (second - first) / (steps[1] - steps[0])
+        return ms, dict((graphs[1] - graphs[0]).most_common())
+
+
+class OurSide(Side):
     """The product's engine, stepped as a verifier does it."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         from specactor_ray.target.vllm import VllmEngine
 
-        self._settings = settings
+        super().__init__(settings, keyed=True)
         self.engine = VllmEngine(vllm_target(settings, model), max(settings.drafts))
 
-    def run(self, rows: int, tokens: int, oracle: Oracle) -> Run:
-        engine, ends = self.engine, np.zeros(rows, np.int64)
-        found, steps = np.zeros((rows, tokens), np.int32), 0
+    def run(self, rows: int, tokens: int, oracle: Oracle = _PLAIN) -> Run:
+        engine, run = self.engine, Run(rows, tokens)
         for row, prompt in enumerate(random_prompts(self._settings, rows)):
             sampling = SamplingParams(seed=row, max_tokens=tokens, ignore_eos=True)
             engine.add(row, TargetRequest(f"r{row}", tuple(prompt), sampling))
-        begin = time.perf_counter()
         while engine.has_work():
             live = engine.decoding()
-            result = engine.step(oracle.tails(live, ends[live]), oracle.drafts)
+            result = engine.step(oracle.tails(live, run.ends[live]), oracle.drafts)
             if result.errors:
                 raise RuntimeError(f"requests ended with errors, such as {next(iter(result.errors.values()))}")
-            at = places(ends[result.rows], result.lengths)
-            found[np.repeat(result.rows, result.lengths), at] = result.tokens
-            ends[result.rows] += result.lengths
-            steps += 1
-        return Run(time.perf_counter() - begin, steps, found)
+            at = places(run.ends[result.rows], result.lengths)
+            run.tokens[np.repeat(result.rows, result.lengths), at] = result.tokens
+            run.ends[result.rows] += result.lengths
+            run.step()
+        return run
 
     def call(self, method: str) -> Any:
         return self.engine._core.collective_rpc(method)[0]
 
 
-class StockSide:
+class StockSide(Side):
     """`vllm.LLM` with its own sampling."""
 
     def __init__(self, settings: Settings, model: str) -> None:
+        super().__init__(settings, keyed=False)
         config = vllm_target(settings, model)
-        os.environ |= _STOCK
-        for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
-            os.environ.pop(name, None)  # choices of ours
-        from vllm import LLM
+        self._llm = stock_llm(
+            config,
+            model=model,
+            kv_cache_memory_bytes=int(config.kv_cache_gb * GIB),
+            gpu_memory_utilization=0.1,  # what must be free at the start; it sets nothing else beside a cache size
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
 
-        from specactor_ray.target.vllm import kernel_scan_without_llvmlite
-
-        with kernel_scan_without_llvmlite():
-            self._llm = LLM(
-                model=model,
-                dtype=config.dtype,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_batch,
-                max_num_batched_tokens=config.max_step_tokens,
-                kv_cache_memory_bytes=int(config.kv_cache_gb * GIB),
-                enforce_eager=not config.compiled,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
-                **config.engine_arguments,
-            )
-        self._settings = settings
-
-    def run(self, rows: int, tokens: int, oracle: Oracle) -> Run:
+    def run(self, rows: int, tokens: int, oracle: Oracle = _PLAIN) -> Run:
         from vllm import SamplingParams as VllmSamplingParams
 
         del oracle
+        run, numbers, core = Run(rows, tokens), dict[str, int](), self._llm.llm_engine.engine_core
         sampling = VllmSamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         inputs: Any = [{"prompt_token_ids": prompt} for prompt in random_prompts(self._settings, rows)]
-        begin = time.perf_counter()
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        return Run(seconds, tokens, np.array([one.outputs[0].token_ids for one in outputs], np.int32))
+        get_output = core.get_output
+
+        def noted() -> Any:
+            found = get_output()
+            for one in found.outputs:
+                run.ends[numbers.setdefault(one.request_id, len(numbers))] += len(one.new_token_ids)
+            if found.outputs:
+                run.step()
+            return found
+
+        core.get_output = noted
+        try:
+            outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        finally:
+            del core.get_output  # that of its class is left
+        run.tokens[:] = [one.outputs[0].token_ids for one in outputs]
+        return run
 
     def call(self, method: str) -> Any:
         return self._llm.collective_rpc(method)[0]
 
 
 SIDES: Mapping[str, Callable[[Settings, str], Side]] = {"stock": StockSide, "ours": OurSide}
+_side: list[Side] = []
+"""The engine of this process."""
+
+
+def make_side(work: tuple[str, Settings, str], report: Report) -> dict[str, Any]:
+    """Start an engine in this process. Returns figures of the start."""
+    name, settings, model = work
+    begin = time.perf_counter()
+    _side.append(SIDES[name](settings, model))
+    _side[0].run(max(settings.rows), 8)  # compiles
+    return {f"{name} start s": time.perf_counter() - begin, f"{name} fallbacks": fallbacks()}
+
+
+def measure_side(work: tuple[int, int, float | None], report: Report) -> dict[str, Any]:
+    """Measure the engine of this process."""
+    return _side[0].measure(*work)
 
 
 def measure_vllm(stage: Stage) -> None:
-    """Fill a point for stock vLLM and for ours, per number of rows, draft tokens and share of right ones: ms of a
-    decode step, tokens/s and their ratio to stock vLLM's, tokens of a row in a step, the share of tokens that are those
-    of plain decoding; then the exposed part of the ms (the GPU is idle), and the graphs of the decode steps.
+    """Fill a point for stock vLLM and for ours, per number of rows, draft tokens and share of right ones, with medians
+    over `rounds` in which all of them take turns: ms of a decode step, tokens/s and their ratio to stock vLLM's of the
+    same round, tokens of a row in a step, the share of tokens that are those of plain decoding, and the exposed part of
+    the ms (the GPU is idle); and the graphs of some decode steps. Without one of the engines the other is measured."""
+    settings, figures = stage.settings, stage.entry["figures"]
+    stock, plain = ("stock", 0, None), [("ours", 0, None)] if 0 in settings.drafts else []
+    drafted = [("ours", *one) for one in itertools.product(filter(None, settings.drafts), settings.accept)]
+    rounds = defaultdict[tuple[Any, ...], dict[int, dict[str, Any]]](dict)
+    with model_folder(settings) as model, contextlib.ExitStack() as stack:
+        children = {name: stack.enter_context(contextlib.closing(Child(f"gpu-check {name}"))) for name in SIDES}
 
-    Raises RuntimeError where an engine failed; the other one is measured.
-    """
-    failures = list[str]()
-    with model_folder(stage.settings) as model:
-        for name in SIDES:
-            try:
-                stage.apart(measure_side, name, model)
-            except SpecActorError as error:
-                failures.append(f"{name}: {str(error).strip().splitlines()[-1]}")
-    if failures:
-        raise RuntimeError("; ".join(failures))
+        def start(name: str) -> str:
+            stage.require_time()
+            found = children[name].call(make_side, (name, settings, model))
+            figures.update(found)
+            return shown(found)
 
+        def measure(rows: int, number: int, name: str, drafts: int, accept: float | None) -> str:
+            stage.require_time()
+            found = children[name].call(measure_side, (rows, drafts, accept))
+            rounds[rows, name, drafts, accept][number] = found
+            base = rounds[rows, *stock].get(number)
+            found["x stock"] = found["tokens/s"] / base["tokens/s"] if base else None
+            same = [*rounds[rows, name, drafts, accept].values()]
+            key = {"engine": name, "rows": rows, "drafts": drafts, "accept": accept}
+            stage.point(key, rounds=len(same), **{column: middle([one[column] for one in same]) for column in found})
+            return shown(found)
 
-def measure_side(stage: Stage, name: str, model: str) -> None:
-    """Measure one engine in this process."""
-    settings, begin = stage.settings, time.perf_counter()
-    side = SIDES[name](settings, model)
-    stage.entry["figures"][f"{name} start s"] = time.perf_counter() - begin
-    stage.changed(f"{stage.name}, {name}: started")
-    most, tokens = max(settings.rows), 2 * settings.target_tokens
-    known = dict[int, np.ndarray]()
-
-    def oracle(rows: int, drafts: int, accept: float | None) -> Oracle:
-        if accept is None:
-            return _PLAIN
-        if rows not in known:
-            known[rows] = side.run(rows, tokens, _PLAIN).tokens
-        return Oracle(drafts, known[rows], pattern(rows, settings.target_tokens, accept))
-
-    def measure(rows: int, drafts: int, accept: float | None, what: str) -> str:
-        key = {"engine": name, "rows": rows, "drafts": drafts, "accept": accept}
-        given = oracle(rows, drafts, accept)
-        if what == "graphs":
-            figures = exposure(stage, side, rows, given, stage.point(key)["ms"])
-        else:
-            figures, found = speed(stage, side, rows, given)
-            known.setdefault(rows, found)
-            figures["same %"] = 100.0 * float((found == known[rows]).mean()) if name == "ours" else None
-            figures["x stock"] = ratio_to_stock(stage, rows, figures["tokens/s"])
-        stage.point(key, **figures)
-        return ", ".join(f"{title} {cell(value)}" for title, value in figures.items())
-
-    side.run(most, 8, _PLAIN)  # compiles
-    drafted = [(0, None), *itertools.product(filter(None, settings.drafts), settings.accept)]
-    cells = [one for one in drafted if one[0] in settings.drafts and (name == "ours" or not one[0])]
-    stage.each(((rows, *one, what) for rows in settings.rows for one in cells for what in ("speed", "graphs")), measure)
+        stage.each([(name,) for name in SIDES], start)
+        cells = [one for one in (stock, *plain, *drafted) if f"{one[0]} start s" in figures]
+        for rows in settings.rows:
+            stage.each([(rows, number, *one) for number in range(settings.rounds) for one in cells], measure)
 
 
-def speed(stage: Stage, side: Side, rows: int, oracle: Oracle) -> tuple[dict[str, Any], np.ndarray]:
-    """Figures of the second half of long outputs, and the tokens of these."""
-    half = stage.settings.target_tokens
-    short, long = (run_in_time(stage, side, rows, tokens, oracle) for tokens in (half, 2 * half))
-    seconds, steps = long.seconds - short.seconds, long.steps - short.steps
-    figures = {"ms": 1e3 * seconds / steps, "tokens/s": rows * half / seconds, "tokens a step": half / steps}
-    return figures, long.tokens
-
-
-def exposure(stage: Stage, side: Side, rows: int, oracle: Oracle, ms: float) -> dict[str, Any]:
-    """Exposed ms of a step that takes `ms`, and the graphs of some steps, without those of prefill."""
-    few = max(stage.settings.target_tokens // 8, 1 + oracle.drafts)
-    runs, busy_s, graphs = list[Run](), list[float | None](), list[Counter[str]]()
-    for tokens in (few, 2 * few):
-        side.call("watch_begin")
-        runs.append(run_in_time(stage, side, rows, tokens, oracle))
-        counts, busy = side.call("watch_end")
-        graphs.append(Counter(counts))
-        busy_s.append(busy)
-    first, second = busy_s
-    steps = runs[1].steps - runs[0].steps
-    exposed = None if first is None or second is None else ms - 1e3 * (second - first) / steps
-    return {"exposed ms": exposed, "graphs": dict((graphs[1] - graphs[0]).most_common())}
-
-
-def run_in_time(stage: Stage, side: Side, rows: int, tokens: int, oracle: Oracle) -> Run:
-    found = list[Run]()
-    stage.seconds(lambda: found.append(side.run(rows, tokens, oracle)))
-    return found[0]
-
-
-def ratio_to_stock(stage: Stage, rows: int, tokens_per_s: float) -> float | None:
-    """Tokens/s over those of stock vLLM, if these have been measured."""
-    for point in stage.entry["points"]:
-        if (point["engine"], point["rows"]) == ("stock", rows) and "tokens/s" in point:
-            return tokens_per_s / float(point["tokens/s"])
-    return None
+def middle(values: list[Any]) -> Any:
+    """The median of numbers; of anything else the newest."""
+    return statistics.median(values) if all(isinstance(one, float) for one in values) else values[-1]
 
 
 def pattern(rows: int, period: int, accept: float) -> np.ndarray:

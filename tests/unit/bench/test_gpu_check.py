@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, drafting, flips, memory, stage, target
+from specactor_ray.bench.gpu_check import command, drafting, flips, memory, stage, target, vllm
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
 from specactor_ray.bench.gpu_check.models import random_model
 from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
 from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine
-from specactor_ray.bench.gpu_check.vllm import Oracle, pattern
-from specactor_ray.core.errors import InputError, UserError
+from specactor_ray.bench.gpu_check.vllm import SIDES, Oracle, Run, make_side, measure_vllm, pattern
+from specactor_ray.core.errors import InputError, SpecActorError, UserError
 from specactor_ray.draft import model
 from specactor_ray.models import ragged_model
 from specactor_ray.models.ragged_model import RaggedModel
@@ -105,6 +105,57 @@ def test_oracle_drafts_are_right_where_the_pattern_says(accept: float) -> None:
     assert ((drafts.tokens == known[places]) == right[places]).all() and drafts.tokens.max() < 512
 
 
+def test_steps_of_prefill_and_of_the_last_rows_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, run = HandClock(), Run(2, 6)
+    monkeypatch.setattr(vllm.time, "perf_counter", clock.now)
+    for seconds, ends in [
+        (1.0, (1, 0)),
+        (10.0, (2, 1)),
+        (11.0, (3, 2)),
+        (13.0, (5, 4)),
+        (20.0, (6, 5)),
+        (21.0, (6, 6)),
+    ]:
+        clock.seconds, run.ends[:] = seconds, ends
+        run.step()
+    assert run.steps == 6 and run.figures() == {"ms": 1500.0, "tokens/s": 2.0, "tokens a step": 1.5}
+    with pytest.raises(RuntimeError, match="2 rows never decode all at once"):
+        Run(2, 6).figures()
+
+
+@pytest.mark.parametrize("broken", [None, "stock", "ours"])
+def test_ratios_are_of_the_same_round_and_an_engine_that_fails_is_left_out(
+    broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {"stock": iter([100.0, 200.0, 50.0]), "ours": iter([90.0, 220.0, 60.0])}
+
+    class FakeChild:
+        def __init__(self, name: str) -> None:
+            self.name = name.split()[-1]
+
+        def call(self, function: Any, work: Any) -> dict[str, Any]:
+            if function is not make_side:
+                return {"tokens/s": next(speeds[self.name]), "exposed ms": None, "graphs": {"FULL 4": 1}}
+            if self.name == broken:
+                raise SpecActorError("the process failed:\nTraceback\nValueError: no room")
+            return {f"{self.name} start s": 1.0}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(vllm, "Child", FakeChild)
+    stage = Stage("vllm", TINY_CHECK._replace(rows=(4,), drafts=(0,), rounds=3))
+    stage.run(measure_vllm)
+    assert [point["engine"] for point in stage.entry["points"]] == [name for name in SIDES if name != broken]
+    assert (stage.entry["status"], stage.entry["error"]) == (
+        ("failed", "ValueError: no room") if broken else ("complete", "")
+    )
+    for point in stage.entry["points"]:
+        of_ours = {None: 1.1, "stock": None}.get(broken)
+        assert point["x stock"] == (1.0 if point["engine"] == "stock" else of_ours and pytest.approx(of_ours))
+        assert point["tokens/s"] == {"stock": 100.0, "ours": 90.0}[point["engine"]] and point["rounds"] == 3
+
+
 def test_a_stage_that_is_too_late_makes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (drafting, memory, target):
         monkeypatch.delattr(module, "random_model")
@@ -168,16 +219,22 @@ def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured(
         def measure(name: str) -> str:
             if name == "large":
                 raise torch.OutOfMemoryError("of 80 GB")
+            if name == "broken":
+                raise SpecActorError("the process failed:\nTraceback\nValueError: no kernel")
             stage.point({"name": name}, s=stage.median_s(advance))
             return "measured"
 
-        stage.each([("a",), ("large",), ("late",), ("later",)], measure)
+        stage.each([("broken",), ("a",), ("large",), ("late",), ("later",)], measure)
 
     stage = Stage("stage", TINY_CHECK, 6.5, lines.append, clock.now)
     stage.run(measures)
-    assert stage.entry["points"] == [{"name": "a", "s": 1.0}] and stage.entry["status"] == "partial"
+    assert stage.entry["points"] == [{"name": "a", "s": 1.0}]
+    assert (stage.entry["status"], stage.entry["error"]) == ("failed", "ValueError: no kernel")
     missing = ["large: out of memory", "late: no time was left", "later: no time was left"]
-    assert stage.entry["not_measured"] == missing and "stage, late: no time was left" in lines
+    assert (
+        stage.entry["not_measured"] == ["broken: ValueError: no kernel", *missing]
+        and "stage, late: no time was left" in lines
+    )
 
     def fails(stage: Stage) -> None:
         stage.entry["figures"]["half"] = 1
