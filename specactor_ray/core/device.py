@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from specactor_ray.core.ragged import begins
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
 
 
-def to_device(
-    arrays: Sequence[np.ndarray], device: torch.device, buffer: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """Copy arrays to a device at once, without a wait. The results are parts of one buffer, each at a multiple of 8
-    bytes. `buffer`: int64 there, as long as they need or longer; None: a new one."""
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device at once, without a wait. The results are parts of one buffer."""
+    packed, inputs = staging(arrays, device)
+    for target, array in zip(inputs, arrays, strict=True):
+        target[...] = array
+    return parts(packed.to(device, non_blocking=True), arrays)
+
+
+def staging(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, list[np.ndarray]]:
+    """A buffer of the host, int64, from which a copy to the device does not wait, and its parts for such arrays."""
     import torch
 
-    words = begins(np.array([-(-array.nbytes // 8) for array in arrays]))
-    packed = torch.empty(int(words[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
-    spans = list(zip(arrays, words[:-1].tolist(), words[1:].tolist(), strict=True))
-    for array, begin, end in spans:
-        packed.numpy()[begin:end].view(array.dtype)[: array.size] = array.ravel()
-    if buffer is None:
-        packed = packed.to(device, non_blocking=True)
-    else:
-        packed = buffer[: len(packed)].copy_(packed, non_blocking=True)
-    return [
-        packed[begin:end].view(getattr(torch, array.dtype.name))[: array.size].view(array.shape)
-        for array, begin, end in spans
-    ]
+    words = sum(-(-array.nbytes // 8) for array in arrays)
+    packed = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return packed, parts(packed.numpy(), arrays)
+
+
+def parts(packed: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Parts of an int64 buffer with the shapes and data types of `arrays`, each at a multiple of 8 bytes."""
+    import torch
+
+    found, end = [], 0
+    for array in arrays:
+        begin, end = end, end - (-array.nbytes // 8)
+        dtype = array.dtype if isinstance(packed, np.ndarray) else getattr(torch, array.dtype.name)
+        found.append(packed[begin:end].view(dtype)[: array.size].reshape(array.shape))
+    return found

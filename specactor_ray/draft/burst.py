@@ -1,13 +1,12 @@
 """Bursts: several tokens of the same chains by captured steps (`models/captured.py`).
 
-The first step reads what each row has not read: a token, or more after a commit. Every step draws a token of each row
-and makes it the input of the next one. The host launches a step per token, and waits once at the end. Rows that have
-drafted their share write to a page that no chain holds.
+The first step reads what each row has not read. Every step draws a token of each row, the input of the next one. The
+host launches a step per token, and waits once. Rows that have drafted their share write to a page that no chain holds.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +23,12 @@ LONGEST = 8
 class Runner(Protocol):
     """A model and its cache: `RaggedModel` or `EagleRunner`."""
 
+    model: Any
     cache: PagedCache
     dtype: torch.dtype
     vocab_size: int
     max_positions: int
-    ids: np.ndarray | None
-    """See `candidates`."""
+    ids: np.ndarray | None  # see `candidates`
     feature_size: int
     """Input numbers of a position beside its token, and output numbers for the next position; 0 except for EAGLE."""
 
@@ -41,53 +40,40 @@ class Runner(Protocol):
         sequence positions `(N,)`, features `(N, feature_size)`. Nothing waits for the device."""
 
 
-class Burst(NamedTuple):
-    """Rows of the cache, with room for what they read and draft, `(n,)` each."""
-
-    rows: np.ndarray
-    counts: np.ndarray
-    """int64: tokens that each row reads first; these `tokens`, their `places` in the sequence, and their `features`."""
-    tokens: np.ndarray
-    places: np.ndarray
-    ends: np.ndarray
-    """Index in the line of the token that each row draws first; tokens to draft, 1 to `LONGEST`."""
-    shares: np.ndarray
-    rules: np.ndarray
-    features: torch.Tensor
-
-
-class Bursts:
-    """Runs bursts of up to `rows` rows, which read up to `tokens` tokens and hold up to `longest`, with `most`
-    candidates a draw. Not thread-safe."""
+class Bursts(Captured):
+    """Bursts of up to `rows` rows that read up to `tokens` tokens and hold up to `longest`, with `most` candidates."""
 
     def __init__(self, runner: Runner, capturer: CudaCapturer, rows: int, tokens: int, longest: int, most: int) -> None:
         cache, rows = runner.cache, min(rows, MOST_ROWS, tokens)
-        self._runner, self._cache, self._most, self._capturer = runner, cache, most, capturer
+        self._runner, self._most = runner, most
         width, size = 5 if most == 1 else 4 + most, runner.feature_size
         self._drawn = torch.zeros(LONGEST, rows, width, dtype=torch.int64, device=cache.device)
         self._outputs = torch.zeros(LONGEST, rows, size, dtype=runner.dtype, device=cache.device)
         self._features = self._outputs.new_zeros(tokens, size)
-        extras = [np.zeros((5, rows), np.int64)]
-        """By row: tokens in the cache after its share; offset from the place of a token in the cache to its sequence
-        position, and to the index in the line of the token that is drawn from it; number of the step, and of rows."""
-        self.steps = Captured(cache, capturer, "Drafting", rows, tokens, longest, extras, self._step)
+        super().__init__(cache, capturer, "Drafting", rows, tokens, longest, np.zeros((5, rows), np.int64))
+        """By row: tokens in the cache after its share; offsets from the place of a token in the cache to its sequence
+        position, and to the index in the line of the token drawn from it; number of the step, and of rows."""
 
     @torch.inference_mode()
-    def run(self, first: StaticBatch, burst: Burst) -> tuple[list[Candidates], torch.Tensor]:
-        """Draft the shares of all rows, beginning with the step that `steps` has for their counts. Their lengths in the
-        cache then include all tokens but the newest. Returns for each step the draws of all rows, undefined past their
-        shares; and the features of the next tokens, `(steps, n, feature_size)`."""
-        n, steps = len(burst.rows), int(burst.shares.max())
-        following = self.steps.find(np.ones(first.rows, np.int64)) or first
-        newest, extra = self._cache.lengths[burst.rows] + burst.counts - 1, np.zeros((5, n), np.int64)
-        ends, positions = newest + burst.shares, burst.places[burst.counts.cumsum() - 1]
-        extra[:3], extra[4] = (ends, positions - newest, burst.ends - newest), n
-        inputs = burst.rows, burst.counts, burst.tokens, burst.places, ends, burst.rules, [extra]
-        self.steps.load(first, *inputs)
-        self._features[: len(burst.tokens)] = burst.features
+    def run(
+        self, first: StaticBatch, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, places: np.ndarray,
+        ends: np.ndarray, shares: np.ndarray, rules: np.ndarray, features: torch.Tensor,
+    ) -> tuple[list[Candidates], torch.Tensor]:  # fmt: skip
+        """Draft the `shares` of rows of the cache, 1 to `LONGEST` tokens, for which they have room; `ends`: index of
+        the first one in the line, `(n,)` each. The `first` step was found for `counts`, int64 `(n,)`: tokens that each
+        row reads first, with their `places` in the sequence and `features`. Lengths in the cache then include all but
+        the newest token. Returns the draws of all rows in each step, undefined past their shares; and the features of
+        the next tokens, `(steps, n, feature_size)`."""
+        cache, n, steps = self._cache, len(rows), int(shares.max())
+        following = self.find(np.ones(first.rows, np.int64)) or first
+        newest, extra = cache.lengths[rows] + counts - 1, np.zeros((5, n), np.int64)
+        filled, positions = newest + shares, places[counts.cumsum() - 1]
+        extra[:3], extra[4] = (filled, positions - newest, ends - newest), n
+        self.load(first, rows, counts, tokens, places, filled, rules, extra)
+        self._features[: len(tokens)] = features
         for step in (first, *[following] * (steps - 1)):
             step.replay()
-        self._cache.lengths[burst.rows] = ends
+        cache.lengths[rows] = filled
         packed = self._capturer.fetch(self._drawn[:steps, :n])
         return [unpacked(one, self._most) for one in packed], self._outputs[:steps, :n]
 

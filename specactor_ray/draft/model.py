@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,12 +16,13 @@ import torch
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
-from specactor_ray.draft.burst import LONGEST, Burst, Bursts, Runner
+from specactor_ray.draft.burst import LONGEST, Bursts, Runner
 from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.captured import CudaCapturer, capturer_for
 from specactor_ray.models.loading import load_model
+from specactor_ray.models.paged_cache import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import warm_up
@@ -51,7 +52,7 @@ class ModelProposer(SlotProposer):
     ) -> None:
         super().__init__(max_batch, branches)
         cache = runner.cache
-        self._cache, self._ids = cache, runner.ids
+        self._runner, self._cache, self._ids = runner, cache, runner.ids
         self.vocab_size: int | None = runner.vocab_size
         self.max_len = min(runner.max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
@@ -109,6 +110,18 @@ class ModelProposer(SlotProposer):
         self._unanswered[changed] = False
         return np.flatnonzero(changed).astype(np.int32)
 
+    def sleep(self) -> None:
+        for slot in np.flatnonzero(self._placed).tolist():
+            self._give_up(slot)  # no close has arrived yet
+        if self._bursts is not None:
+            self._bursts.release()
+        sleep(self._runner.model, self._cache)
+
+    def wake(self) -> None:
+        wake(self._runner.model, self._cache)
+        if self._bursts is not None:
+            self._bursts.prepare()
+
     def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
         """See `BranchTable.plan`."""
         return self.branches.plan(self._tips, reading, ahead, backlogs, self.budget, self.max_len, self.forward_s)
@@ -121,14 +134,14 @@ class ModelProposer(SlotProposer):
             return 0, [chains.slots]
         tokens, ends, complete = self.branches.read(self._tips, self._origins, self._cache.lengths, chains, rows)
         counts, bursts = chains.counts.astype(np.int64), self._bursts
-        if bursts is not None and complete.all() and (first := bursts.steps.find(counts)) is not None:
+        if bursts is not None and complete.all() and (first := bursts.find(counts)) is not None:
             room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
             shares = np.clip(room, 1, min(most, LONGEST))
             shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + counts - 1 + shares)] = 1
             places, features = self._begin(chains, rows, counts)
             rules = self._rules.table[chains.slots]
-            burst = Burst(rows, counts, tokens, places, ends, shares, rules, features)
-            return len(rows), self._append_all(chains, shares, *bursts.run(first, burst))
+            found = bursts.run(first, rows, counts, tokens, places, ends, shares, rules, features)
+            return len(rows), self._append_all(chains, shares, *found)
         logits = self._run(chains, rows, counts, tokens, complete)
         if not complete.all():
             chains, ends = chains.at(complete), ends[complete]
@@ -188,9 +201,7 @@ class ModelProposer(SlotProposer):
         counts = chains.counts
         if counts.sum() > _MAX_STEP_TOKENS:
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
-            if (
-                self._bursts is not None
-            ):  # a commit that does not fit waits: in a captured step, rows read all they have
+            if self._bursts is not None:  # in a captured step rows read all they have: a commit that does not fit waits
                 counts[(counts < chains.counts) & (chains.counts <= _MOST_OF_A_COMMIT)] = 0
             chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones
         ends = self._cache.lengths[rows] + chains.counts
@@ -231,10 +242,7 @@ class DraftModelProposer(ModelProposer):
 
     method = "draft_model"
     traits = BUILT_IN[method].traits
-
-    def __init__(self, model: RaggedModel, *arguments: Any, **options: Any) -> None:
-        super().__init__(model, *arguments, **options)
-        self._model = model
+    _runner: RaggedModel
 
     @classmethod
     def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
@@ -259,7 +267,7 @@ class DraftModelProposer(ModelProposer):
     def _run(
         self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        return self._model.forward(rows, counts, tokens, complete.astype(np.int64))
+        return self._runner.forward(rows, counts, tokens, complete.astype(np.int64))
 
     def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         return places(self._cache.lengths[rows], counts), torch.empty(int(counts.sum()), 0)

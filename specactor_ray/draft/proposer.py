@@ -149,6 +149,12 @@ class Proposer(abc.ABC):
         tensor `(sum(lengths), layers * hidden)`, row by row, of a hosted proposer on the target's device. They may
         overlap or leave gaps; slots are open. Called with the trait `reads_features`."""
 
+    def sleep(self) -> None:  # noqa: B027
+        """Free what takes memory of a device, until `wake`; all requests have ended. Default: nothing."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Allocate again what `sleep` freed. Default: nothing."""
+
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:  # noqa: B027
         """Take outputs that other verifiers finished. Default: nothing."""
 

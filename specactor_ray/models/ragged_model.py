@@ -170,18 +170,6 @@ class RaggedModel:
         """Names of weights whose values in the model are not these."""
         return stale_weights(self.model, state_dict, self._tied)
 
-    def sleep(self) -> None:
-        """Free the memory of the cache, and on a GPU that of the weights; every row must be free."""
-        self.cache.release()
-        if self.device.type != "cpu":
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
-
-    def wake(self) -> None:
-        """Allocate the memory again after `sleep`."""
-        self.model.to(self.device)
-        self.cache.allocate()
-
     def _run(
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
@@ -216,10 +204,7 @@ class RaggedModel:
                     f"hidden layer {index} does not exist: the model has layers 0 to {len(decoder.layers) - 1}"
                 )
             module = decoder if index == HEAD_INPUT else decoder.layers[index]
-            module.register_forward_hook(functools.partial(self._keep_output, index))
-
-    def _keep_output(self, index: int, module: Any, args: Any, output: Any) -> None:
-        self._exported[index] = output if isinstance(output, torch.Tensor) else output[0]
+            module.register_forward_hook(functools.partial(_keep_output, self._exported, index))
 
     def _take_exported(self) -> torch.Tensor:
         """Hidden states of all positions of the last forward, `(N, layers * hidden)`."""
@@ -291,6 +276,10 @@ class RaggedModel:
         assert row is not None  # they fit into a page
         self.forward(np.array([row]), np.array([6]), np.arange(6) % self.vocab_size, np.ones(1, np.int64))
         self.cache.free(row)
+
+
+def _keep_output(kept: dict[int, torch.Tensor], index: int, module: Any, args: Any, output: Any) -> None:
+    kept[index] = output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _padded(array: np.ndarray, count: int, value: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, capturer_for, longest_tail
+from specactor_ray.models.paged_cache import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
 from specactor_ray.sampling.probable import logprobs_of, most_probable, prompt_scores
@@ -57,24 +58,19 @@ class _Plan(NamedTuple):
         return np.where(self.samples, 1 + self.drafted, 0)
 
 
-class _CapturedSteps:
+class _CapturedSteps(Captured):
     """Captured steps: forward, sampler and comparison of drafts, with one copy up, one launch and one copy down.
     `ranks`: as in `verify_arrays`; the other sizes are those of `Captured`."""
 
     def __init__(
         self, model: RaggedModel, capturer: CudaCapturer, ranks: int, rows: int, tokens: int, longest: int
     ) -> None:
-        self._model, self._ranks, self._capturer, device = model, ranks, capturer, model.device
-        self._found = torch.zeros(rows * (2 + 3 * (1 + longest_tail(1))), dtype=torch.int64, device=device)
+        self._model, self._ranks = model, ranks
+        most = rows * (2 + 3 * (1 + longest_tail(1)))
+        self._found = torch.zeros(most, dtype=torch.int64, device=model.device)
         extras = (np.zeros(size, np.int64) for size in (rows, rows + 1, tokens, rows))
-        self._steps = Captured(model.cache, capturer, "The engine", rows, tokens, longest, [*extras], self._step)
-        """Its extra inputs: begin of each row's logits and of its drafts, drafts, positions."""
-        self.prepare, self.release = self._steps.prepare, self._steps.release
-
-    def find(self, counts: np.ndarray, drafted: np.ndarray) -> StaticBatch | None:
-        """See `Captured.find`; `drafted`, `(n,)`: draft tokens of each row, the last ones of its new tokens."""
-        batch = self._steps.find(counts)
-        return None if batch is None or drafted.max() > batch.longest else batch
+        """Begin of each row's logits and of its drafts, drafts, positions."""
+        super().__init__(model.cache, capturer, "The engine", rows, tokens, longest, *extras)
 
     @torch.inference_mode()
     def run(
@@ -88,7 +84,7 @@ class _CapturedSteps:
         places_of, lengths = places(cache.lengths[cache_rows], counts), cache.lengths[cache_rows] + counts
         ends = np.concatenate([ends, np.full(batch.rows - n, ends[-1])])  # missing rows draft nothing
         extras = counts.cumsum() - 1 - drafted, ends, tails, positions
-        self._steps.load(batch, cache_rows, counts, tokens, places_of, lengths, rules, extras)
+        self.load(batch, cache_rows, counts, tokens, places_of, lengths, rules, *extras)
         batch.replay()
         cache.lengths[cache_rows] = lengths
         return self._capturer.fetch(self._result(batch)[:n])
@@ -182,6 +178,9 @@ class HfEngine:
         for row in list(self._rows.requests):
             self.remove(row)
         self._admission.prefixes.clear()
+        if self._decode is not None:
+            self._decode.release()
+        self._model.cache.release()
         del self._model, self._decode
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
@@ -217,11 +216,11 @@ class HfEngine:
         self._admission.prefixes.clear()
         if self._decode is not None:
             self._decode.release()
-        self._model.sleep()
+        sleep(self._model.model, self._model.cache)
 
     def wake(self) -> None:
         if self._asleep:
-            self._model.wake()
+            wake(self._model.model, self._model.cache)
             if self._decode is not None:
                 self._decode.prepare()
             self._asleep = False
@@ -273,7 +272,7 @@ class HfEngine:
         rules = self._rows.rules
         if self._decode is None or plan.scored.any() or (rules.any_tops and rules.tops[plan.rows].any()):
             return None
-        return self._decode.find(counts, plan.drafted)
+        return self._decode.find(counts, int(plan.drafted.max()))
 
     def _plan(self, drafts: Drafts) -> _Plan:
         """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""

@@ -108,11 +108,11 @@ class VerifyLoop(Loop):
         return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
-        """Free the cache's memory until `wake`."""
+        """Free the memory of the engine's cache, and that of the drafters of this process, until `wake`."""
         return self.call(self._sleep)
 
     def wake(self) -> Future[None]:
-        """Allocate the cache's memory again. WeightsError: weights that came meanwhile are not in the engine."""
+        """Allocate the memory again. WeightsError: weights that came meanwhile are not in the engine."""
         return self.call(self._wake_up)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
@@ -244,10 +244,14 @@ class VerifyLoop(Loop):
 
     def _sleep(self) -> None:
         self._engine.sleep()
+        for one in self._hosted:
+            one.loop.proposer.sleep()
         self._asleep = True
 
     def _wake_up(self) -> None:
         self._engine.wake()
+        for one in self._hosted if self._asleep else ():
+            one.loop.proposer.wake()
         self._asleep = False
         try:
             self._prove()

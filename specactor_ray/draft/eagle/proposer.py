@@ -42,7 +42,7 @@ class EagleRunner:
     """Packed forwards of a head, which it owns, over a paged cache of `cache_bytes`. Not thread-safe."""
 
     def __init__(self, head: EagleHead, cache_bytes: int) -> None:
-        self.head = head.eval().requires_grad_(False)
+        self.model = self.head = head.eval().requires_grad_(False)
         self.config = head.config
         weight = head.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -133,11 +133,11 @@ class EagleProposer(ModelProposer):
 
     method = "eagle"
     traits = BUILT_IN[method].traits
+    _runner: EagleRunner
     _by_slot = (*ModelProposer._by_slot, "_anchors", "_received", "_held", "_drafted", "_promised")
 
     def __init__(self, runner: EagleRunner, *arguments: Any, **options: Any) -> None:
         super().__init__(runner, *arguments, **options)
-        self._runner = runner
         self._anchors, self._received, self._held = np.zeros((3, 0), np.int64)
         """int64 `(slots,)`: first position with an unread state (later entries are based on the head's own outputs);
         first position without a state; index of the first unread state in `_states`."""
@@ -206,6 +206,10 @@ class EagleProposer(ModelProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights of the head. Cache entries made with the old weights stay: their states are gone."""
         self._runner.load_weights(state_dict)
+
+    def sleep(self) -> None:
+        self._states = self._states.new_empty(0, self._states.shape[1])
+        super().sleep()
 
     # ---- places ----
 

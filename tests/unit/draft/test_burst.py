@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,7 @@ from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
-from specactor_ray.models import captured as captured_steps
-from specactor_ray.models.captured import sizes
+from specactor_ray.models.captured import Captured, sizes
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
@@ -126,13 +127,13 @@ def test_no_forward_is_eager_at_any_acceptance(
         extend_fully(drafter)
     assert drafts(captured, 6) == drafts(plain, 6)
 
-    def to_device(*arguments: Any) -> Any:
+    def load(*arguments: Any) -> None:
         nonlocal copies
         copies += 1
-        return device_copy(*arguments)
+        copy(*arguments)
 
-    device_copy = captured_steps.to_device
-    monkeypatch.setattr(captured_steps, "to_device", to_device)
+    copy = Captured.load
+    monkeypatch.setattr(Captured, "load", load)
     monkeypatch.setattr(captured, "_run", None)
     for turn in range(12):
         for request, (_, tail) in zip(requests, drafts(plain, 6)[0], strict=True):
@@ -170,7 +171,7 @@ def test_padding_and_rows_that_are_done_write_to_no_page_of_a_chain(make: Any) -
         pass
     assert device.launches > 2 and len({int(n) for n in cache.lengths[rows] - lengths[rows]}) > 2
     changed = (cache._pools[0] != before).flatten(3).any(-1).any(0)
-    scratch = drafter._bursts.steps._unused // cache.page_size
+    scratch = drafter._bursts._unused // cache.page_size
     assert changed[scratch].any() and not changed[scratch, 1:].any()
     changed[scratch] = False
     pages = cache.page_table(rows, cache.lengths[rows])
@@ -195,6 +196,53 @@ def test_a_device_that_cannot_capture_drafts_without(make: Any) -> None:
     assert drafts(drafters[0], 5) == drafts(drafters[1], 5) and any(tail for _, tail in drafts(drafters[0], 5)[0])
     assert not device.captures and not device.fetches
     assert "Drafting runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
+
+
+@MAKERS
+@pytest.mark.parametrize("most", [0, 16, 512])
+def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(make: Any, most: int) -> None:
+    """Also where requests are still open. 0: eager; 16: there is memory for small steps alone."""
+    device = FakeCapturer(most=most) if most else None
+    plain, drafter = make(), make(capturer=device, max_batch=6)
+
+    def drafted(one: ModelProposer) -> list[Any]:
+        one.burst = 4
+        for request in requests_of(5, 3):
+            request.open(one)
+            request.commit(one, [7])
+        extend_fully(one)
+        return drafts(one, 5)
+
+    before = drafted(drafter)
+    assert before == drafted(plain) and any(tail for _, tail in before[0])
+    pools = [weakref.ref(pool) for pool in drafter._cache._pools]
+    for _ in range(2):
+        drafter.sleep()
+    assert not any(pool() is not None for pool in pools) and not drafter._cache._pools
+    assert device is None or not drafter._bursts._batches
+    assert not len(drafter.extend()), "a loop that is idle asks it"
+    drafter.wake()
+    for slot in range(5):
+        drafter.close(slot, False)
+    assert drafted(drafter) == before
+    if device is not None:
+        fit = sum(tokens <= most for _, tokens in sizes(6, 512))
+        assert device.launches and (device.captures, device.warm_ups) == (2 * fit, fit * (1 if most == 512 else 2))
+
+
+@MAKERS
+def test_a_dropped_drafter_holds_no_memory(make: Any) -> None:
+    drafter, request = make(capturer=FakeCapturer(), max_batch=4), requests_of(1, 3)[0]
+    request.open(drafter)
+    extend_fully(drafter)
+    held = [weakref.ref(one) for one in (drafter, *drafter._cache._pools, drafter._bursts, drafter._bursts._buffer)]
+    gc.collect()
+    gc.disable()
+    try:
+        del drafter
+        assert not any(one() is not None for one in held)
+    finally:
+        gc.enable()
 
 
 @MAKERS
@@ -286,11 +334,11 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
     """But for the sampler: on GPUs it is Triton's, here it draws zeros."""
 
     class Watching(FakeCapturer):
-        def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+        def capture(self, step: Callable[[], object], known: bool = False) -> Callable[[], object]:
             with Watch() as watch:
                 step()
             seen.update(watch.seen)
-            return super().capture(step)
+            return super().capture(step, known)
 
     def zeros(logits: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(len(positions), 5, dtype=torch.int64)

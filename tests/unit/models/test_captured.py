@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +21,7 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import captured, ragged_attention, ragged_model
-from specactor_ray.models.captured import longest_tail, sizes
+from specactor_ray.models.captured import Captured, CudaCapturer, longest_tail, sizes
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.sampling import rules as sampling_rules
@@ -82,14 +87,18 @@ MIXES = ([0, 0, 0, 0, 0], [3, 3, 3, 3, 3], [0, 4, 1, 0, 2], [16, 0, 0, 0, 1], [0
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Copies to the device by any module."""
-    made, real = [0], core_device.to_device
+    made = [0]
 
-    def to_device(*arguments: Any) -> Any:
-        made[0] += 1
-        return real(*arguments)
+    def counted(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            made[0] += 1
+            return real(*arguments)
 
-    for module in (captured, hf, ragged_attention, ragged_model, sampling_rules):
-        monkeypatch.setattr(module, "to_device", to_device)
+        return call
+
+    for module in (hf, ragged_attention, ragged_model, sampling_rules):
+        monkeypatch.setattr(module, "to_device", counted(core_device.to_device))
+    monkeypatch.setattr(Captured, "load", counted(Captured.load))
     return made
 
 
@@ -176,19 +185,20 @@ def test_padding_writes_to_no_page_of_a_row() -> None:
             for i in range(5)
             for at in range(lengths[i], lengths[i] + 1 + mix[i])
         }
-        assert wanted <= set(found) and set(found) - wanted <= {turns.engine._decode._steps._unused}
+        assert wanted <= set(found) and set(found) - wanted <= {turns.engine._decode._unused}
 
 
 def test_sleep_drops_the_steps_and_waking_captures_them_again() -> None:
     device, batch = FakeCapturer(), requests(3, 1.0)
     engine = Driver(raw(capturer=device, max_batch=4))
-    before, captures = answers(engine, batch).tokens, device.captures
+    before, captures, releases = answers(engine, batch).tokens, device.captures, device.releases
     engine.sleep()
-    assert device.releases == 1 and engine._decode.find(*np.ones((2, 2), np.int64)) is None
+    assert device.releases == releases + 1 and engine._decode.find(np.ones(2, np.int64)) is None
     engine.wake()
     engine.wake()
-    assert device.captures == 2 * captures
+    assert (device.captures, device.warm_ups) == (2 * captures, captures), "kernels are compiled once"
     assert answers(engine, batch).tokens == before, "no step of before is repeated"
+    assert before == answers(Driver(raw(max_batch=4)), batch).tokens
     engine.load_weights(1, {name: tensor * 1.3 for name, tensor in load().state_dict().items()})
     assert device.captures == 2 * captures and answers(engine, batch).tokens != before
 
@@ -202,6 +212,112 @@ def test_a_device_that_cannot_capture_is_named_and_decodes_without() -> None:
     engine.sleep()
     engine.wake()
     assert not device.captures
+
+
+def test_steps_that_do_not_fit_are_eager_until_the_next_wake() -> None:
+    engine = raw(capturer=(device := FakeCapturer(most=64)), max_batch=4)
+    turns, eager, every = Turns(engine, 4), Turns(raw(max_batch=4), 4), sizes(4, 512)
+    assert device.captures == sum(tokens <= 64 for _, tokens in every) < len(every)
+    least = min(tokens for _, tokens in every if tokens > 64)
+    reason = f"from {least} tokens on: out of memory, use a smaller kv_cache_gb"
+    assert f"The engine runs without CUDA graphs {reason}" in fallbacks()
+    for mix, launched in (([0, 3, 1, 2], 1), ([16, 16, 16, 16], 0)):
+        launches = device.launches
+        assert equal(turns.step(mix), eager.step(mix)) and device.launches - launches == launched
+    for row in range(4):
+        engine.remove(row)
+    engine.sleep()
+    device.most, device.captures = 1 << 30, 0
+    engine.wake()
+    assert device.captures == len(every)
+
+
+@pytest.mark.parametrize("hidden", [(), (0, HEAD_INPUT)])
+def test_a_closed_engine_holds_no_memory(hidden: tuple[int, ...]) -> None:
+    """Without a garbage collection, which may come late."""
+    engine = raw(capturer=FakeCapturer(), max_batch=4, hidden_layers=hidden)
+    Turns(engine, 3).step([1, 0, 2])
+    model, steps = engine._model, engine._decode
+    assert steps is not None
+    held = [weakref.ref(one) for one in (model, model.model.lm_head.weight, *model.cache._pools, steps, steps._buffer)]
+    del model, steps
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        assert not any(one() is not None for one in held)
+    finally:
+        gc.enable()
+
+
+class Device:
+    """Streams and graphs of a GPU as torch's own `torch.cuda.graph` and `torch.cuda.stream` call them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.default = self.current = SimpleNamespace(device="cuda:0", wait_stream=lambda _: None)
+        self.mode, self.graphs = 0, list[SimpleNamespace]()
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        for name, function in {
+            "Stream": lambda device: SimpleNamespace(device=device, wait_stream=lambda _: None),
+            "CUDAGraph": self.graph,
+            "current_stream": lambda _=None: self.current,
+            "set_stream": functools.partial(setattr, self, "current"),
+            "get_sync_debug_mode": lambda: self.mode,
+            "set_sync_debug_mode": functools.partial(setattr, self, "mode"),
+            "_get_device_index": lambda *_: 0,
+            "device": lambda _: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def graph(self) -> SimpleNamespace:
+        made = SimpleNamespace(begun=False, broken=False, pool=lambda: "pool", replay=lambda: None)
+
+        def end() -> None:
+            made.begun = False
+            if made.broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        made.capture_begin, made.capture_end = lambda *_, **__: setattr(made, "begun", True), end
+        self.graphs.append(made)
+        return made
+
+    def wait(self) -> None:
+        """An operation that waits for the device."""
+        if self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        self.refuse()
+
+    def refuse(self) -> None:
+        """An operation that breaks a capture."""
+        if self.graphs[-1].begun:
+            self.graphs[-1].broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("operation", ["wait", "refuse"])
+def test_a_failed_capture_leaves_no_trace(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, runs, begun = Device(monkeypatch), 0, False
+
+    def step() -> None:
+        nonlocal runs, begun
+        runs, begun = runs + 1, begun or device.graphs[-1].begun
+        assert device.current.device == torch.device("cuda:1")
+        getattr(device, operation)()
+
+    with pytest.raises(RuntimeError, match="synchronizing" if operation == "wait" else "previous error"):
+        CudaCapturer(torch.device("cuda:1")).capture(step)
+    assert (device.current, device.mode, begun) == (device.default, 0, operation == "refuse")
+    assert runs == (2 if operation == "wait" else 3)
+
+
+def test_a_known_step_runs_in_its_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, capturer, modes = Device(monkeypatch), CudaCapturer(torch.device("cuda:0")), list[Any]()
+    for known in (False, True):
+        capturer.capture(lambda: modes.append((device.graphs[-1].begun, device.mode)), known)
+    assert modes == [(False, 0), (False, "error"), (True, "error"), (True, 0)]
+    assert device.current is device.default
 
 
 def test_the_page_of_the_steps_is_no_room_for_requests() -> None:
@@ -238,12 +354,12 @@ def test_nothing_in_a_decode_step_waits_for_the_device(monkeypatch: pytest.Monke
     """But for the sampler: on GPUs it is Triton's, here it finds nothing. A step runs at its capture, as on a GPU."""
 
     class Watching(FakeCapturer):
-        def capture(self, step: Callable[[], object]) -> Callable[[], object]:
+        def capture(self, step: Callable[[], object], known: bool = False) -> Callable[[], object]:
             with Watch() as watch:
                 step()
                 step()
             seen.update(watch.seen)
-            return super().capture(step)
+            return super().capture(step, known)
 
     def nothing(logits: torch.Tensor, offsets: torch.Tensor, *rest: Any) -> torch.Tensor:
         return torch.zeros(len(offsets), 2 + 3 * (1 + rest[2]), dtype=torch.int64)

@@ -155,6 +155,23 @@ def test_a_coupled_model_runs_in_captured_steps_once_prompts_were_read(
     assert max(eager) <= len(batch) < min(device.launches for device in devices), "a forward reads a prompt or more"
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_hosted_drafters_sleep_with_the_engine(kind: str) -> None:
+    batch, hosted = requests(4, 1.0, max_tokens=40), proposers(kind)
+    bench = Bench(hosted, True)
+    try:
+        counts = list[int]()
+        for _ in range(2):
+            assert bench.run(batch) == truth_of(batch)
+            counts.append(bench.verifier.snapshot()["accepted_tokens"])
+            bench.verifier.sleep().result(60)
+            assert not any(one._cache._pools for one in hosted.values()) and not bench.engine._model.cache._pools  # type: ignore[attr-defined]
+            bench.verifier.wake().result(60)
+        assert 0 < counts[0] < counts[1]
+    finally:
+        bench.close()
+
+
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
 @pytest.mark.parametrize("lies", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
