@@ -20,6 +20,8 @@ class Planned:
     """vLLM's `SchedulerOutput`."""
     decoding: list[str]
     """Ids of the requests for which it samples after their prompts."""
+    waits: bool
+    """Whether it has room for drafts."""
     ran: Any = None
     """Futures of the forward and of vLLM's output; None until the step is launched."""
     output: Any = None
@@ -34,6 +36,8 @@ class Flight:
         self._positions = int(core.scheduler.max_num_scheduled_tokens)
         self._requests = int(core.scheduler.max_num_running_reqs)
         self._next: Planned | None = None
+        self._prompts_enter = False
+        """Whether the last plan has positions of prompts."""
 
     @property
     def is_empty(self) -> bool:
@@ -41,7 +45,8 @@ class Flight:
         return self._next is None
 
     def decoding(self) -> list[str]:
-        """Ids of the requests for which the next step samples after their prompts."""
+        """Ids of the requests for which the next step samples after their prompts; none where it was to have room for
+        drafts and has none, since it runs already."""
         return [] if self._next is None else self._next.decoding
 
     def held(self, name: str) -> int:
@@ -62,14 +67,16 @@ class Flight:
         """
         step = self._next or self._plan(window)
         if step.output is None:
-            self._fill(step.plan, tails)
-            self._launch(step)
+            self._launch(step, tails)
         self._next = self._plan_ahead(window) if ahead else None
         output = step.output.result()
         if output is None:
             step.ran.result()  # raises what the forward raised
         on_read()
-        return output, self._scheduler.update_from_output(step.plan, output)
+        outputs = self._scheduler.update_from_output(step.plan, output)
+        if ahead and self._next is None:  # what is left may depend on the tokens of this step
+            self._next = self._plan_ahead(window)
+        return output, outputs
 
     def close(self) -> None:
         """Wait for what is launched; a plan that is held is dropped. The engine core cannot be used afterwards."""
@@ -78,48 +85,42 @@ class Flight:
             step.output.result()
 
     def _plan(self, window: int) -> Planned:
-        scheduler, room = self._scheduler, self._room(window)
-        for request in scheduler.running:
-            if not request.is_prefill_chunk:
-                request.spec_token_ids = [-1] * room
+        scheduler = self._scheduler
+        decoding = [one for one in scheduler.running if not one.is_prefill_chunk]
+        placeholders = [-1] * self._room(window, len(decoding))
+        for request in decoding:
+            request.spec_token_ids = placeholders
         plan = scheduler.schedule()
-        drafts, counts = plan.scheduled_spec_decode_tokens, plan.num_scheduled_tokens
-        decoding = [
-            one.request_id
-            for one in scheduler.running
-            if not one.is_prefill_chunk and counts.get(one.request_id) == 1 + len(drafts.get(one.request_id, ()))
-        ]
-        return Planned(plan, decoding)
+        names = [one.request_id for one in decoding if one.request_id in plan.num_scheduled_tokens]
+        self._prompts_enter = len(names) < len(plan.num_scheduled_tokens)
+        return Planned(plan, names, waits=len(placeholders) > 0 and len(plan.scheduled_spec_decode_tokens) > 0)
 
     def _plan_ahead(self, window: int) -> Planned | None:
         """The step after the one that was launched last; launched as well if it takes no drafts."""
         if not self._scheduler.has_requests():
             return None
         step = self._plan(window)
-        if step.plan.scheduled_spec_decode_tokens:
+        if step.waits:
             return step
-        self._launch(step)
+        self._launch(step, {})
         if step.plan.total_num_scheduled_tokens:
+            step.decoding = [] if window else step.decoding
             return step
         self._scheduler.update_from_output(step.plan, step.output.result())  # it only frees requests that have ended
         return None
 
-    def _room(self, window: int) -> int:
-        """Most drafts of a request in the next step: no request may be left out of it, and while prompts can enter half
-        of the positions are theirs."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        decoding = sum(not one.is_prefill_chunk for one in running)
-        enter = decoding < len(running) or (len(waiting) > 0 and len(running) < self._requests)
-        share = self._positions // (1 + enter)
+    def _room(self, window: int, decoding: int) -> int:
+        """Most drafts of a request in the next step: no request may be left out of it. While a prompt can enter, vLLM's
+        smallest share of one is kept free; while some do, half of the positions."""
+        running, share = len(self._scheduler.running), self._positions
+        if decoding < running or (len(self._scheduler.waiting) > 0 and running < self._requests):
+            share = min(share - 1 - self._max_drafts, share // (1 + self._prompts_enter))
         return max(0, min(window, self._max_drafts, share // max(decoding, 1) - 1))
 
-    def _fill(self, plan: Any, tails: Mapping[str, Sequence[int]]) -> None:
-        """Put drafts into a plan, and give back the room that they leave."""
-        placed, counts, requests = (
-            plan.scheduled_spec_decode_tokens,
-            plan.num_scheduled_tokens,
-            self._scheduler.requests,
-        )
+    def _launch(self, step: Planned, tails: Mapping[str, Sequence[int]]) -> None:
+        """Put drafts into a plan, give back the room that they leave, and start it on the device; nothing waits."""
+        plan, requests = step.plan, self._scheduler.requests
+        placed, counts = plan.scheduled_spec_decode_tokens, plan.num_scheduled_tokens
         for name, room in list(placed.items()):
             tail = list(tails.get(name, ()))[: len(room)]
             unused = len(room) - len(tail)
@@ -133,9 +134,6 @@ class Flight:
                 placed[name] = tail
             else:
                 del placed[name]
-
-    def _launch(self, step: Planned) -> None:
-        """Start a step on the device; nothing waits for it."""
-        step.ran = self._executor.execute_model(step.plan, non_block=True)
-        samples = step.plan.total_num_scheduled_tokens > 0
+        step.ran = self._executor.execute_model(plan, non_block=True)
+        samples = plan.total_num_scheduled_tokens > 0
         step.output = self._executor.sample_tokens(None, non_block=True) if samples else step.ran
