@@ -199,13 +199,19 @@ def _on_host(
     return packed
 
 
-def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:
+def warm_up(
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    ranks: int = 1,
+    logits: torch.Tensor | None = None,
+) -> None:
     """Compile or load the kernels for such logits now (some seconds on the first run of a machine), not in the first
-    step."""
+    step. `logits`: two rows of a model, since size and stride of its vocabulary choose Triton's kernels, too."""
     import torch
 
     rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
-    sample_rows(torch.zeros(2, 16, dtype=dtype, device=device), rules, [0, 1], ranks)
+    logits = torch.zeros(2, 16, dtype=dtype, device=device) if logits is None else logits
+    sample_rows(logits, rules, [0, 1], ranks)
 
 
 def _longest(

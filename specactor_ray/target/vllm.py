@@ -95,7 +95,8 @@ class VllmEngine:
         from vllm.v1.executor.abstract import Executor
 
         remove_what_killed_ones_left()
-        others = shared_memory()
+        others, self._record = shared_memory(), None
+        eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         arguments = engine_arguments(config, max_drafts)
         try:
             settings = EngineArgs(**arguments).create_engine_config()
@@ -116,29 +117,38 @@ class VllmEngine:
         """Row → its request's id in vLLM, which is never used twice, since vLLM drops an id one step late."""
         self._row_of: dict[str, int] = {}
         self._numbers = itertools.count()
-        self._record = record_shared_memory(others) if config.tensor_parallel > 1 else None
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
         self.weight_version, self.exports = 0, bool(config.hidden_layers)
         self._group, self._block = states_group(self._core.scheduler.kv_cache_config)
         self._cached: dict[int, tuple[np.ndarray, int]] = {}
         """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
-        eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
-        if max_drafts and config.compiled and torch.cuda.is_available():
-            self._prove_graphs()
+        try:
+            if config.tensor_parallel > 1:
+                self._record = record_shared_memory(others)
+            if max_drafts and config.compiled and torch.cuda.is_available():
+                self._prove_graphs()
+        except BaseException:
+            self.close()
+            raise
 
     def _prove_graphs(self) -> None:
-        """Compare steps in CUDA graphs with steps without, where drafts are verified in graphs."""
+        """Compare steps in graphs of whole steps with steps without, where drafts are verified."""
 
         def rpc(method: str, *args: Any) -> Any:
             return self._core.collective_rpc(method, args=args)[0]
 
-        if problem := rpc("without_graphs"):
-            fall_back(logger, f"Steps with drafts run as a CUDA graph per layer: {problem} has no others")
+        lengths, backend = rpc("whole_graphs")
+        if None not in lengths:
+            whole = " or ".join(str(length - 1) for length in sorted(lengths))
+            which = f"Steps other than those with {whole} drafts of each request" if lengths else "All steps"
+            lacks = f"{backend or 'target.engine_arguments'} has no graphs of whole steps for mixed numbers"
+            fall_back(logger, f"{which} run as a CUDA graph per layer: {lacks}")
+        if not lengths:
             return
-        tolerance = 1e-2 if self._config.dtype == "float32" else 0.2
-        if problem := check_graphs(self, lambda on: rpc("use_graphs", on), self._max_drafts, tolerance):
+        switch, tolerance = functools.partial(rpc, "use_graphs"), 1e-2 if self._config.dtype == "float32" else 0.2
+        if problem := check_graphs(self, switch, self._max_drafts, tolerance, self._config.batch_invariant):
             rpc("drop_full_graphs")
             fall_back(
                 logger, f"Steps run as a CUDA graph per layer, since those of whole steps are wrong here: {problem}"
@@ -348,10 +358,12 @@ class VllmEngine:
     def close(self) -> None:
         for row in list(self._rows.requests):
             self._rows.close(row)
-        self._flight.close()
-        self._core.shutdown()
-        if self._record is not None:
-            shutil.rmtree(self._record, ignore_errors=True)
+        try:
+            self._flight.close()  # raises what the step in flight raised
+        finally:
+            self._core.shutdown()
+            if self._record is not None:
+                shutil.rmtree(self._record, ignore_errors=True)
 
 
 def states_group(caches: Any) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
@@ -101,9 +102,11 @@ class KeyedWorker(_Worker):
             descriptions[:] = [one for one in descriptions if one.cg_mode != v2.CUDAGraphMode.FULL]
         manager.graphs.clear()
 
-    def without_graphs(self) -> str:
-        """The attention backend that cannot run steps with drafts in whole graphs; empty if there is none."""
-        return str(self.model_runner.without_graphs)
+    def whole_graphs(self) -> tuple[set[int | None], str]:
+        """Positions of every request in the steps that have whole graphs, None for any numbers; and the attention
+        backend that has none of these, if there is one."""
+        whole = self.model_runner.cudagraph_manager._capture_descs.get(v2.CUDAGraphMode.FULL, ())
+        return {one.uniform_token_count for one in whole}, self.model_runner.without_varlen
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor] | None = None, folder: str | None = None) -> None:
         """Load all weights by the names of a checkpoint's files, given or in a file of `folder_of`."""
@@ -134,6 +137,20 @@ class NothingProposed(BaseSpeculator):
         return self._none[: input_batch.num_reqs]
 
 
+def add_plain_steps(graphs: v2.ModelCudaGraphManager) -> None:
+    """Add graphs of steps without drafts, where vLLM's graphs of whole steps are for the most drafts of each request
+    only."""
+    whole = graphs._capture_descs.get(full := v2.CUDAGraphMode.FULL, [])
+    if {one.uniform_token_count for one in whole} - {1, None}:
+        begin, sizes = 0, graphs.compilation_config.cudagraph_capture_sizes
+        for rows in sorted({min(size, graphs.max_num_reqs) for size in sizes}):
+            whole.append(one := v2.BatchExecutionDescriptor(full, rows, rows, uniform_token_count=1))
+            for positions in range(begin, rows + 1):
+                graphs._candidates.setdefault((positions, 0), []).insert(0, one)
+            begin = rows + 1
+        whole.sort(key=lambda one: one.num_tokens, reverse=True)  # captured in this order
+
+
 class KeyedRunner(_Runner):
     """vLLM's V2 model runner for this platform: keeps hidden states, takes drafts from the plan of a step, and
     attaches a report to its output."""
@@ -148,17 +165,24 @@ class KeyedRunner(_Runner):
         self.use_aux_hidden_state_outputs = bool(self._auxiliary)
         self._drafts: Mapping[str, list[int]] = {}
         self._reports = False
-        self.without_graphs = ""
+        self.without_varlen = ""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the cache, and graphs of whole steps for any number of drafts of a request."""
+        """Initialize the cache, and graphs of whole steps for any number of drafts of a request, else for none and for
+        all of them."""
         made = v2.ModelCudaGraphManager
 
         def manager(*args: Any, **options: Any) -> Any:
             limits = self.attn_groups, self.vllm_config, self.decode_query_len
-            self.without_graphs, _ = get_varlen_cudagraph_unsupported_backend(*limits) or ("", None)
-            varlen = self.num_speculative_steps > 0 and not self.without_graphs
-            return made(*args, **{**options, "varlen_decode": varlen})
+            self.without_varlen, _ = get_varlen_cudagraph_unsupported_backend(*limits) or ("", None)
+            varlen = self.num_speculative_steps > 0 and not self.without_varlen
+            graphs = made(*args, **{**options, "varlen_decode": varlen})
+            builders = [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
+            if not any(
+                isinstance(one, BaseMambaAttentionMetadataBuilder) for one in builders
+            ):  # they assert all drafts
+                add_plain_steps(graphs)
+            return graphs
 
         with _replaced(v2, ModelCudaGraphManager=manager):
             super().initialize_kv_cache(*args, **kwargs)
@@ -182,7 +206,9 @@ class KeyedRunner(_Runner):
         replaced: Any = self.__dict__["sampler"], self.__dict__["rejection_sampler"]
         self.sampler = KeyedSampler(replaced[0], self._margins)
         self.rejection_sampler = self.sampler if replaced[1] is not None else None
-        warm_up(self.device, self.dtype, 1 + self._margins)
+        hidden = torch.zeros(2, self.model_config.get_hidden_size(), dtype=self.dtype, device=self.device)
+        with torch.inference_mode():
+            warm_up(ranks=1 + self._margins, logits=self.model.compute_logits(hidden))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._drafts = {} if kwargs.get("dummy_run") else scheduler_output.scheduled_spec_decode_tokens

@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,9 +264,8 @@ def test_limits_that_are_allowed_fit_the_warm_up_of_vllm(
     require_room(replace(target, max_model_len=2, gpus=0), window)
 
 
-@pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])
-def test_every_step_that_decodes_runs_in_one_graph(monkeypatch: pytest.MonkeyPatch, given: dict[str, int]) -> None:
-    """On a GPU whose attention takes any lengths: plain steps, and those with drafts of mixed numbers."""
+def graphs_of(monkeypatch: pytest.MonkeyPatch, *, varlen: bool, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Graphs of vLLM on a GPU for 128 requests and 8 drafts; `varlen`: whether attention takes any lengths."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -274,20 +274,53 @@ def test_every_step_that_decodes_runs_in_one_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = arguments_of(8, 128, 2048, engine_arguments=given)
+    arguments = arguments_of(8, 128, 2048, engine_arguments=dict(given))
     config = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config()
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
     mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    graphs = cudagraph_utils.ModelCudaGraphManager(config, torch.device("cpu"), mode, 9, varlen_decode=True)
+    graphs = cudagraph_utils.ModelCudaGraphManager(config, torch.device("cpu"), mode, 9, varlen_decode=varlen)
     graphs._graphs_captured = True
-    most = 64 if given else 1152
-    assert config.compilation_config.cudagraph_capture_sizes[-1] == most
+    return graphs
+
+
+@pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])
+def test_every_step_that_decodes_runs_in_one_graph(monkeypatch: pytest.MonkeyPatch, given: dict[str, int]) -> None:
+    """Plain steps, and those with drafts of mixed numbers."""
+    from vllm.config import CUDAGraphMode
+
+    graphs, most = graphs_of(monkeypatch, varlen=True, given=given), 64 if given else 1152
+    assert graphs.compilation_config.cudagraph_capture_sizes[-1] == most
     for rows, positions, longest in ((1, 1, 1), (16, 16, 1), (128, 128, 1), (1, 9, 9), (16, 37, 4), (128, 1152, 9)):
         found = graphs.dispatch(rows, positions, positions // rows if positions % rows == 0 else None, 0, longest)
         expected = CUDAGraphMode.FULL if positions <= most else CUDAGraphMode.NONE
         assert found.cg_mode == expected and positions <= found.num_tokens <= max(1.125 * positions, positions + 7)
     assert graphs.dispatch(2, 40, None, 0, None).cg_mode == CUDAGraphMode.PIECEWISE, "a prompt beside a request"
+
+
+def test_plain_steps_run_in_one_graph_where_mixed_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has only graphs of the most drafts of each request there."""
+    from vllm.config import CUDAGraphMode
+
+    from specactor_ray.target.vllm_worker import add_plain_steps
+
+    graphs = graphs_of(monkeypatch, varlen=False)
+    assert graphs.dispatch(16, 16, 1, 0, 1).cg_mode == CUDAGraphMode.PIECEWISE
+    add_plain_steps(graphs)
+    for rows in range(1, 129):
+        found = graphs.dispatch(rows, rows, 1, 0, 1)
+        assert found.cg_mode == CUDAGraphMode.FULL and found.num_reqs == found.num_tokens
+        assert rows <= found.num_tokens <= max(1.125 * rows, rows + 7)
+        whole = graphs.dispatch(rows, 9 * rows, 9, 0, 9)
+        assert whole.cg_mode == CUDAGraphMode.FULL and whole.uniform_token_count == 9
+    assert graphs.dispatch(16, 37, None, 0, 4).cg_mode == CUDAGraphMode.PIECEWISE, "mixed numbers"
+    captured = graphs._capture_descs[CUDAGraphMode.FULL]
+    assert len(set(captured)) == len(captured) and captured[0].num_tokens == 1152
+    assert [one.num_tokens for one in captured] == sorted((one.num_tokens for one in captured), reverse=True)
+    graphs = graphs_of(monkeypatch, varlen=True)
+    before = graphs._capture_descs[CUDAGraphMode.FULL].copy()
+    add_plain_steps(graphs)
+    assert graphs._capture_descs[CUDAGraphMode.FULL] == before
 
 
 def test_the_model_runner_is_written_as_the_worker_expects() -> None:

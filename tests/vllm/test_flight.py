@@ -6,13 +6,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from specactor_ray.core import environment
+from specactor_ray.models.cache_size import GIB, token_bytes
+from specactor_ray.models.loading import load_model_config
 from specactor_ray.sampling import keyed
+from specactor_ray.target import vllm as target_vllm
 from specactor_ray.target.base import Drafts
 from specactor_ray.target.vllm import VllmEngine
 from specactor_ray.target.vllm_graphs import check_graphs
@@ -103,6 +109,76 @@ def test_a_step_has_the_positions_of_its_drafts(monkeypatch: pytest.MonkeyPatch,
     run(engine)
 
 
+def test_a_plain_step_with_a_new_request_is_launched_ahead(monkeypatch: pytest.MonkeyPatch, engine: Driver) -> None:
+    """vLLM plans room for drafts where a request enters with a single position."""
+    first, second, third = requests(3, 1.0, max_tokens=16, ignore_eos=True)
+    third = replace(third, prompt_token_ids=third.prompt_token_ids[:1])
+    truth = answers(hf(), [first, second, third])
+    for request in (first, second):
+        engine.add(request)
+    collected, recorder = Collected(), Recorder(engine.engine, monkeypatch)
+    for _ in range(6):
+        collected.step(engine)
+    engine.add(third)
+    while engine.has_work():
+        collected.step(engine)
+    at = {event: i for i, event in enumerate(recorder.events)}
+    for n in range(max(number for _, number in at)):
+        assert at["launch", n + 1] < at["result", n]
+    assert collected.tokens == truth.tokens and max(recorder.positions[3:]) == 3
+
+
+def test_drafters_are_asked_where_the_next_step_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five positions of four requests have none, until one ends; then one draft of each of the others has."""
+    engine = make(max_batch=4, max_step_tokens=6)
+    batch = requests(4, 1.0, max_tokens=12, ignore_eos=True)
+    for request in batch:
+        engine.add(replace(request, prompt_token_ids=request.prompt_token_ids[:2]))
+    recorder = Recorder(engine.engine, monkeypatch)
+    for _ in range(6):
+        engine.step({})
+    assert recorder.positions[-1] == 4 and not engine.decoding()
+    engine.step()
+    engine.step()
+    assert len(engine.decoding()) == 4, "the steps of an engine that drafts nothing are no longer those"
+    engine.remove("r0")
+    engine.step({})
+    engine.step({})
+    assert sorted(engine.decoding()) == ["r1", "r2", "r3"]
+    engine.step({"r1": [1], "r2": [1, 2], "r3": [3]})
+    assert recorder.positions[-1] == 6
+    run(engine)
+
+
+def test_a_step_that_depends_on_the_one_before_has_drafts(engine: Driver) -> None:
+    """A request whose drafts may fill its context is planned after they are rejected."""
+    request = replace(requests(1, 1.0, max_tokens=12, ignore_eos=True)[0], prompt_token_ids=(5,) * 250)
+    truth = answers(hf(), [request]).tokens["r0"]
+    collected = Collected()
+    engine.add(request)
+    while engine.has_work():
+        done = len(collected.tokens.get("r0", ()))
+        names = engine.decoding()
+        assert bool(names) == (0 < done < 5), "the last token needs no draft"
+        collected.step(engine, {name: [*truth[done : done + 1], 0, 0, 0, 0, 0] for name in names})
+    assert collected.tokens["r0"] == truth[:6]
+
+
+def test_requests_that_cannot_enter_take_no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the smallest share of one: two requests fill the cache, and have 24 positions less 1 + 8."""
+    per_token = token_bytes(load_model_config(str(tiny_vllm_target())).get_text_config(), 4)
+    engine = make(max_step_tokens=24, max_model_len=128, kv_cache_gb=3 * 128 * per_token / GIB)
+    for request in requests(3, 1.0, max_tokens=30, ignore_eos=True):
+        engine.add(request)
+    recorder = Recorder(engine.engine, monkeypatch)
+    while len(engine.decoding()) < 2:
+        engine.step({})
+    engine.step({name: [1] * 8 for name in engine.decoding()})
+    engine.step({name: [1] * 8 for name in engine.decoding()})
+    assert recorder.positions[-1] == 14 and len(engine.engine._core.scheduler.waiting) == 1
+    run(engine)
+
+
 @pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
 @pytest.mark.parametrize("limits", [{}, {"record_margins": True}], ids=["", "margins"])
 def test_the_kernels_of_gpus_sample_the_same_and_nothing_waits(
@@ -178,13 +254,77 @@ def test_results_in_flight_survive_what_the_engine_waits_for(engine: Driver, win
 
 
 def test_graphs_that_compute_something_else_are_found() -> None:
-    engine = raw()
+    engine = raw(max_drafts=3)
     weights: dict[str, torch.Tensor] = dict(load(tiny_vllm_target()).state_dict())
     noisy = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in weights.items()}
-    switched: list[bool] = []
-    assert check_graphs(engine, switched.append, 3, 1e-2) == "" and switched == [False, True]
     problem = check_graphs(engine, lambda on: engine.load_weights(0, noisy if on else weights), 3, 1e-2)
     assert "nats on average" in problem or "tokens are equal" in problem
+    engine.load_weights(0, weights)
+    wrong = {"a token": iter([0] * 60 + [1] + [0] * 10**4)}
+    commit = engine._rows.commit
+
+    def committed(*args: Any) -> Any:
+        result = commit(*args)
+        result.tokens = result.tokens + next(wrong["a token"])
+        return result
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine._rows, "commit", committed)
+        assert "tokens are equal" in check_graphs(engine, lambda on: None, 3, 1e-2, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "named"),
+    [
+        ({None, 4}, None),
+        ({1, 4}, "Steps other than those with 0 or 3 drafts of each request run as a CUDA graph per layer: FA has no"),
+        ({4}, "Steps other than those with 3 drafts of each request run"),
+        (set(), "All steps run as a CUDA graph per layer: FA has no graphs of whole steps"),
+    ],
+)
+def test_graphs_are_checked_in_plain_mixed_and_whole_steps(
+    monkeypatch: pytest.MonkeyPatch, lengths: set[int | None], named: str | None
+) -> None:
+    """Wherever there are graphs of whole steps; others are named."""
+    engine, switched = raw(max_drafts=3), list[bool]()
+    monkeypatch.setattr(environment, "_fallbacks", {})
+    answer = {"whole_graphs": lambda: (lengths, "FA"), "use_graphs": switched.append}
+    monkeypatch.setattr(engine._core, "collective_rpc", lambda method, args: [answer[method](*args)])
+    recorder = Recorder(engine, monkeypatch)
+    engine._prove_graphs()
+    found = environment.fallbacks()
+    assert (len(found) == 1 and found[0].startswith(named)) if named else not found
+    assert switched == ([False, True] if lengths else [])
+    assert ({4, 10, 16} <= set(recorder.positions)) == bool(lengths), "no drafts, some, and three of each request"
+
+
+def test_an_engine_that_fails_after_its_start_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    closed, shutdown = list[Any](), EngineCore.shutdown
+    monkeypatch.setattr(EngineCore, "shutdown", lambda core: closed.append(core) or shutdown(core))
+    monkeypatch.setattr(target_vllm, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(VllmEngine, "_prove_graphs", lambda engine: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        raw(compiled=True, engine_arguments={"enforce_eager": True})
+    assert len(closed) == 1
+
+
+def test_the_sampler_is_compiled_for_the_models_own_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step."""
+    from specactor_ray.target import vllm_worker
+
+    seen = list[torch.Tensor]()
+    monkeypatch.setattr(vllm_worker, "warm_up", lambda **given: seen.append(given["logits"]))
+    engine = make()
+    sample = vllm_worker.verify_on_device
+    monkeypatch.setattr(
+        vllm_worker, "verify_on_device", lambda x, *rest, **more: seen.append(x) or sample(x, *rest, **more)
+    )
+    answers(engine, requests(2, 1.0, max_tokens=3))
+    first, second, *_ = seen
+    assert len(first) == 2 and len(second) == 2 and second.shape[1] == engine.vocab_size
+    assert (first.shape, first.dtype, first.stride()) == (second.shape, second.dtype, second.stride())
 
 
 def test_nothing_is_left_after_the_last_request(engine: Driver) -> None:

@@ -27,7 +27,7 @@ LAYERS = (0, 3, HEAD_INPUT)
 _engines: list[VllmEngine] = []
 
 
-def raw(**limits: Any) -> VllmEngine:
+def raw(max_drafts: int = 64, **limits: Any) -> VllmEngine:
     settings: dict[str, Any] = {
         "model": str(tiny_vllm_target()),
         "dtype": "float32",
@@ -38,7 +38,8 @@ def raw(**limits: Any) -> VllmEngine:
         "compiled": False,  # starts faster
         **limits,
     }
-    engine = VllmEngine(TargetConfig(**settings), max_drafts=64)
+    config = TargetConfig(**settings)
+    engine = VllmEngine(config, min(max_drafts, config.max_step_tokens - config.max_batch))
     _engines.append(engine)
     return engine
 
