@@ -103,18 +103,25 @@ def prove(model: RaggedModel, tokens: np.ndarray) -> None:
         raise ConfigError(KEY, problem, FIX)
 
 
-def read_in_parts(model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int) -> Tensor:
-    """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of so many tokens or fewer."""
+def read_in_parts(
+    model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int, rejected: np.ndarray | tuple[()] = ()
+) -> Tensor:
+    """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of `beside` tokens or fewer, and
+    followed by `rejected` tokens, which are dropped (but not after the last)."""
     beside, found, begin = min(beside, _COMPANY), list[Tensor](), 0
     row = model.cache.open(len(tokens))
     assert row is not None  # it takes half of the cache
     for count in parts:
         rows, counts, given = [row], [count], [tokens[begin : begin + count]]
         if beside and (other := model.cache.open(beside)) is not None:
-            rows, counts, given = [other, row], [beside, count], [np.resize(tokens, beside), *given]
+            rows, counts, given = [other, row], [beside, count], [np.resize(tokens[::-1], beside), *given]
         wanted = np.array([0, count][-len(rows) :])
         logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted)
         found.append(logits.clone())
+        if len(rejected) and begin + count < len(tokens):
+            ones = np.array([row])
+            model.forward(ones, np.array([len(rejected)]), np.asarray(rejected), np.array([1]))
+            model.cache.truncate(ones, begin + count)
         for opened in rows[:-1]:
             model.cache.free(opened)
         begin, beside = begin + count, beside // 3

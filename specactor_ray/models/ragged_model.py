@@ -17,7 +17,7 @@ from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import Probe
-from specactor_ray.models.batch_invariance import invariant, prove
+from specactor_ray.models.batch_invariance import invariant, prove, read_in_parts
 from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.loading import tied, wrong_value_errors
 from specactor_ray.models.packed_linear import (
@@ -236,10 +236,14 @@ class RaggedModel:
         return cache
 
     def _check(self, probe: Probe) -> None:
-        """Refuse a model that does not compute here what it computes in transformers: in two parts, the first beside
-        another row, with rejected tokens between them."""
+        """Refuse a model that does not compute here what it computes in transformers: in two parts beside other rows,
+        with rejected tokens between them."""
         tokens = probe.token_ids[: self.cache.slots // 2]
-        far = far_from(probe, self._logprobs_in_parts(tokens), self.dtype == torch.float32)
+        count, first = len(tokens), len(tokens) // 3
+        logits = read_in_parts(self, tokens, [first, count - first], count // 2, tokens[:0:-1][:2])
+        following = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
+        scores = torch.log_softmax(logits[:-1].float(), dim=-1).cpu().gather(1, following)[:, 0].numpy()
+        far = far_from(probe, scores, self.dtype == torch.float32)
         if far:
             raise ModelLoadError(
                 f"{type(self.model).__name__} does not give the log-probabilities of transformers here: they differ by "
@@ -247,28 +251,6 @@ class RaggedModel:
                 "values, or attends in a way that this engine does not have. Fix: use another model, or "
                 "target.backend=vllm"
             )
-
-    def _logprobs_in_parts(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 `(n - 1,)`: log-probabilities of the tokens from the second on."""
-        count, first = len(tokens), len(tokens) // 3
-        row, other = self.cache.open(count), self.cache.open(count // 2)
-        assert row is not None  # it takes half of the cache
-        one, logits = np.array([row]), []
-        beside = tokens[::-1][: count // 2] if other is not None else tokens[:0]
-        for part in (tokens[:first], tokens[:0:-1][:2], tokens[first:]):
-            rows = np.array([row, other]) if len(beside) else one
-            counts = np.array([len(part), len(beside)][: len(rows)])
-            wanted = np.array([len(part), 0][: len(rows)])
-            logits.append(self.forward(rows, counts, np.concatenate([part, beside]), wanted).float())
-            if len(logits) < 3:
-                self.cache.truncate(one, first)
-            beside = tokens[:0]
-        for opened in (other, row):
-            if opened is not None:
-                self.cache.free(opened)
-        scores = torch.log_softmax(torch.cat([logits[0], logits[2]])[:-1], dim=-1).cpu()
-        following = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
-        return scores.gather(1, following)[:, 0].numpy()
 
     def _warm_up(self) -> None:
         """One forward of a few tokens."""
