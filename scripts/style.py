@@ -63,19 +63,6 @@ def parts(files: list[Source], *kinds: Any) -> list[Part]:
     return found
 
 
-def imports(file: Source, modules: set[str]) -> set[str]:
-    """Modules of the package that a file imports."""
-    found = set()
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in modules else node.module)
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & modules
-
-
 def prose(file: Source) -> Iterator[tuple[int, str]]:
     """Line number and text of every docstring and comment."""
     for node in ast.walk(file.tree):
@@ -92,27 +79,11 @@ def repeated(files: list[Source]) -> int:
     return len({one for one, other in itertools.pairwise(names) if one == other})
 
 
-def circles(files: list[Source], modules: set[str]) -> int:
-    """Pairs of packages that import each other, directly or through others."""
-    reach: dict[str, set[str]] = {}
-    for file in files:
-        reach.setdefault(_package(file.module), set()).update(map(_package, imports(file, modules)))
-    for middle, start in itertools.product(reach, reach):  # Warshall's closure
-        if middle in reach[start]:
-            reach[start] |= reach[middle]
-    return sum(b in reach[a] and a in reach[b] for a, b in itertools.combinations(reach, 2))
-
-
-def _package(module: str) -> str:
-    return ".".join(module.split(".")[:2])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="list the N largest of each kind")
     options = parser.parse_args()
     files = sources(PACKAGE)
-    modules = {file.module for file in files}
     lines = [Part(file.lines, file.module) for file in files]
     classes, functions = parts(files, ast.ClassDef), parts(files, ast.FunctionDef, ast.AsyncFunctionDef)
     spoken = 0
@@ -129,10 +100,8 @@ def main() -> int:
     figures = {
         "lines of the package": f"{total:,}",
         "files / classes": f"{len(files)} / {len(classes)}",
-        "internal imports a file": f"{statistics.mean(len(imports(file, modules)) for file in files):.1f}",
         "largest class / file / function": f"{max(classes).lines} / {max(lines).lines} / {max(functions).lines}",
         "median function": f"{statistics.median(one.lines for one in functions):g}",
-        "pairs of packages in import circles": str(circles(files, modules)),
         "modules beside packages": str(sum(path.name != "__init__.py" for path in PACKAGE.glob("*.py"))),
         "class names that exist twice": str(repeated(files)),
         "lines of docstrings and comments": f"{spoken / total:.1%}",

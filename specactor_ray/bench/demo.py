@@ -73,14 +73,8 @@ class Demo:
 
 
 def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
-    """Measure, train unless `training` is off, and write the report. An interruption ends it in order.
-
-    Returns:
-        The report, as in the file.
-
-    Raises:
-        SpecActorError: Something failed before the first figure; later failures give a report with status `failed`.
-    """
+    """Measure, train unless `training` is off, and write the report, which is returned. An interruption ends it in
+    order. Raises SpecActorError for a failure before the first figure; later ones give the status `failed`."""
     try:
         with sigterm_interrupts():
             _measure_speed(demo, 60.0 * demo.minutes * (_SPEED_SHARE if training else 1.0))

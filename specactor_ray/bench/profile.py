@@ -27,22 +27,11 @@ from specactor_ray.rollout.preflight import check_target, export_what_drafters_r
 from specactor_ray.rollout.prompts import read_prompts
 
 
-def run_profile(
-    config: Config, axes: Axes, devices: Sequence[int], output: Path, console: Console, max_requests: int = 16
-) -> dict[str, Any]:
-    """Measure everything and write the profile.
+def run_profile(config: Config, axes: Axes, devices: Sequence[int], output: Path, console: Console) -> dict[str, Any]:
+    """Measure `target` and `drafters`, and write the profile, which is returned; a file is never overwritten.
 
-    Each device count is measured in its own process, pinned to that many cores; the largest is measured first and
-    records the outputs on which acceptance is measured. Nothing else should run on the machine meanwhile.
-
-    Args:
-        config: Its `target`, `drafters`, `sampling` and `data.path` are measured.
-        devices: Core counts, or `[1]` on a GPU.
-        output: The file; never overwritten.
-        max_requests: Samples recorded to measure acceptance on.
-
-    Returns:
-        The profile, as in the file.
+    Each of `devices` (core counts, or 1 on a GPU) is measured in its own process, pinned to that many cores; the
+    largest is measured first and records the outputs on which acceptance is measured. Nothing else should run here.
 
     Raises:
         UserError: The configuration, the prompts, the models or the arguments are wrong.
@@ -64,7 +53,7 @@ def run_profile(
     config = export_what_drafters_read(config)
     facts = facts_of(config)
     begin = time.monotonic()
-    shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
+    shares = _measure(config, axes, devices, tuple(prompts), console)
     recorded = shares[0].recorded
     data = {
         "kind": KIND,
@@ -84,7 +73,7 @@ def run_profile(
 
 
 def _measure(
-    config: Config, axes: Axes, devices: Sequence[int], prompts: tuple[Any, ...], max_requests: int, console: Console
+    config: Config, axes: Axes, devices: Sequence[int], prompts: tuple[Any, ...], console: Console
 ) -> list[Measured]:
     """Measure one share per device count, the largest first: it records the outputs for the others, too."""
     counts = sorted(set(devices), reverse=True)
@@ -94,7 +83,7 @@ def _measure(
         show = show_steps(progress, total)
         for count in counts:
             recorded = shares[0].recorded if shares else ()
-            share = Share(config, count, axes, prompts if not shares else (), max_requests, recorded)
+            share = Share(config, count, axes, prompts if not shares else (), recorded)
 
             def report(text: str, where: str = f"{count} {'GPU' if config.target.gpus else 'core(s)'}") -> None:
                 show(f"{where}: {text}")

@@ -34,6 +34,8 @@ from specactor_ray.plan.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
 from specactor_ray.target.rows import refuse_impossible
 
+RECORDED = 16
+"""Samples on which acceptance is measured."""
 MAX_RECORDED_TOKENS = 128
 """Tokens of the longest output recorded for measuring acceptance."""
 WRONG_TOKEN = 1
@@ -83,7 +85,6 @@ class Share:
     axes: Axes
     prompts: tuple[Any, ...] = ()
     """Prompts of the recorded outputs; only the first process has them."""
-    max_requests: int = 16
     recorded: tuple[CorpusRecord, ...] = ()
     """Records of another process."""
 
@@ -112,7 +113,7 @@ def measure_share(share: Share, report: Report) -> Measured:
             raise InputError(f"--contexts: {tokens} exceed the {engine.max_model_len} that the target holds ({limits})")
         recorded = share.recorded
         if not recorded:
-            recorded = tuple(record_outputs(engine, config, share.prompts, share.max_requests))
+            recorded = tuple(record_outputs(engine, config, share.prompts))
             report("recorded outputs")
         measured = Measured(recorded, measure_verify(engine, recorded, share.devices, axes, report))
     for drafter in config.drafters:
@@ -132,17 +133,17 @@ def roomy(config: Config, axes: Axes) -> Config:
 
 
 def record_outputs(
-    engine: TargetEngine, config: Config, prompts: Sequence[Any], max_requests: int
+    engine: TargetEngine, config: Config, prompts: Sequence[Any], most: int = RECORDED
 ) -> list[CorpusRecord]:
-    """Decode the first `max_requests` samples of the prompts plainly, in their order. Raises InputError if no prompt
-    could be answered."""
+    """Decode the first `most` samples of the prompts plainly, in their order. Raises InputError if no prompt could be
+    answered."""
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt
     from specactor_ray.sampling.seeds import sample_of
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
-    places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
+    places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), most)
     requests, problem = list[TargetRequest](), "the outputs are empty"
     for index, (prompt, sample) in enumerate(places):
         ids, sampling = encode_prompt(tokenizer, prompts[prompt], config.data.chat), sample_of(base, prompt, sample)
@@ -152,7 +153,7 @@ def record_outputs(
             requests.append(request)
         except InputError as error:
             problem = str(error)
-    found = collect(engine, RecordStore(requests), max_open=max_requests)
+    found = collect(engine, RecordStore(requests), max_open=most)
     recorded = [record for record in found if record.output_token_ids]
     if not recorded:
         raise InputError(f"data.path: none of the prompts could be answered ({problem})")
@@ -187,9 +188,11 @@ def measure_verify(
 ) -> list[CostPoint]:
     """Measure V over the axes; `window` 0 is plain decoding. One prefill per context: smaller batches drop rows.
 
-    The windows take turns, so that a slow spell of the machine falls on all of them alike.
+    The windows take turns, so that a slow spell of the machine falls on all of them alike. Each step announces the next
+    one's window: an engine with a step in flight plans that one with its room.
     """
     windows, points = (0, *axes.windows), []
+    turns = [window for _ in range(axes.repeats + 1) for window in windows]
     for context in axes.contexts:
         rows = _prefill(engine, recorded, max(1, context - axes.growth // 2), axes)
         for batch in sorted(axes.batches, reverse=True):
@@ -197,10 +200,10 @@ def measure_verify(
                 engine.remove(row)
             rows = batch
             times: dict[int, list[float]] = {window: [] for window in windows}
-            for _, window in itertools.product(range(axes.repeats + 1), windows):
+            for window, following in itertools.pairwise([*turns, 0]):
                 drafts = Drafts.of(dict.fromkeys(range(rows), [WRONG_TOKEN] * window))
                 begin = time.perf_counter()
-                engine.step(drafts)
+                engine.step(drafts, following)
                 times[window].append(time.perf_counter() - begin)
             for window in windows:
                 points.append(CostPoint(devices, window, context, batch, median(times[window][1:])))
@@ -261,15 +264,10 @@ def seconds_per_token(
     window: int,
     repeats: int,
 ) -> list[float]:
-    """Seconds to draft one token for each of `batch` requests, once per repeat.
-
-    A repeat is the work between two verify steps: the commit of the right tokens and one more, then drafting until the
-    window is full. Its time is divided by the window. So it includes the cost of a commit, and a method that finds its
-    whole window at once is measured like one that drafts token by token.
-
-    Raises:
-        InputError: A method with a model drafts nothing: its cache or its context is too small.
-    """
+    """Seconds to draft one token for each of `batch` requests, once per repeat: the work between two verify steps, the
+    commit of the right tokens and one more and then drafting until the window is full, divided by the window. So a
+    method that finds its whole window at once is measured like one that drafts token by token. Raises InputError if a
+    model drafts nothing, since its cache or its context is too small."""
     slots = np.arange(batch, dtype=np.int32)
     at = [9973 * slot for slot in range(batch)]  # far apart in the text, so that rows are no copies of each other
     committed = [0] * batch

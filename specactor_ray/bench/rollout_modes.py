@@ -53,17 +53,8 @@ class Workload:
 
 
 def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
-    """One workload for every file of prompts at every temperature.
-
-    Args:
-        config: Configuration of the sampling, and of the prompts where `paths` is empty.
-        paths: Files of prompts; a workload is named after its file.
-        temperatures: Default: that of the configuration.
-
-    Raises:
-        ConfigError: There are no prompts.
-        InputError: A file cannot be read, two have the same name, or a temperature is out of range.
-    """
+    """One workload for every file of prompts (default: `data.path`), with its name, at every temperature (default: that
+    of the configuration). Raises UserError without prompts, for a file that cannot be read, or two of the same name."""
     if not paths and config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: --prompts prompts.jsonl")
     paths = paths or [Path(str(config.data.path))]
@@ -87,22 +78,9 @@ def run_bench(
     console: Console,
     peers: bool = False,
 ) -> dict[str, Any]:
-    """Measure all variants on all workloads and write the report as JSON.
-
-    Args:
-        config: The decoupled configuration.
-        modes: Modes to compare; plain must be among them.
-        batches: Values of `target.max_batch`, each measured in every mode.
-        output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
-        peers: Measure vLLM itself, too.
-
-    Returns:
-        The report, as in the file. An interruption leaves a report of the variants measured so far
-        (`status` is `interrupted`).
-
-    Raises:
-        UserError: The configuration, the prompts or the cluster are wrong.
-    """
+    """Measure all variants (see `plan_variants`), and with `peers` vLLM itself, on all workloads. Returns the report,
+    which is written to `output` (default: `bench.json` in a new folder under `run.dir`), never over another file; after
+    an interruption it has what was measured. UserError: the configuration, the prompts or the cluster are wrong."""
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")

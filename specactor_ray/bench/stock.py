@@ -17,12 +17,8 @@ _ENVIRONMENT = {
 
 
 def stock_llm(config: TargetConfig, **arguments: Any) -> Any:
-    """`vllm.LLM` with the settings of a section `target`, with its engine core in this process. Choices that the
-    product's engine has made in the environment are dropped.
-
-    Args:
-        arguments: Further arguments of `LLM`, and others than those of the section.
-    """
+    """`vllm.LLM` with the settings of a section `target`, or with `arguments` in their place, and its engine core in
+    this process. Choices that the product's engine has made in the environment are dropped."""
     os.environ |= _ENVIRONMENT
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
         os.environ.pop(name, None)

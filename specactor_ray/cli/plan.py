@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
+from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.files import to_json
 
@@ -29,7 +29,6 @@ def profile(
         str | None, typer.Option(help="Cores per actor. Default: 1, 2, 4, ... of this machine.", show_default=False)
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 5,
-    requests: Annotated[int, typer.Option(help="Samples recorded to measure acceptance on.")] = 16,
     output: Annotated[Path, typer.Option(help="The file; never overwritten.")] = Path("profile.json"),
 ) -> None:
     """Measure what verifying and drafting cost on this machine, and how often drafts are right.
@@ -40,11 +39,10 @@ def profile(
     options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
     sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
     device_counts = None if devices is None else parse_numbers("--devices", devices)
-    require_positive("--requests", requests)
     from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
 
     axes = parse_axes(sizes, drafted, lengths, repeats)
-    data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
+    data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress)
     console = make_console()
     console.print(cost_table(data))
     for method, entry in data["methods"].items():

@@ -18,7 +18,7 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     drafters = f"drafters=[{{method: ngram}},{{method: draft_model, model: {tiny_draft_model_dir}, kv_cache_gb: 0.05}}]"
     known = [f"target.model={tiny_model_dir}", "target.kv_cache_gb=0.05", drafters, "sampling.max_tokens=16"]
     axes = ["--batches", "1,2", "--windows", "1,3", "--contexts", "16", "--devices", "1", "--repeats", "1"]
-    measure = ["profile", *known, "data.path=p.jsonl", *axes, "--requests", "4", "--output", "profile.json"]
+    measure = ["profile", *known, "data.path=p.jsonl", *axes, "--output", "profile.json"]
     done = specactor(tmp_path, *measure)
     assert done.returncode == 0, done.stderr
     assert "ms, context 16" in done.stdout and "drafting, draft_model" in done.stdout

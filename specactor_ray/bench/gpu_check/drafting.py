@@ -54,9 +54,11 @@ def measure_drafting(stage: Stage) -> None:
             drafter.commit(np.arange(rows, dtype=np.int32), starts, np.full(rows, count + 1, np.int32), commit.ravel())
             np.add(starts, count + 1, out=starts)
 
-        ms = 1e3 * stage.median_s(turn if turns else drafter.extend) / count
-        for slot in range(rows):
-            drafter.close(slot, False)
+        try:
+            ms = 1e3 * stage.median_s(turn if turns else drafter.extend) / count
+        finally:
+            for slot in range(rows):
+                drafter.close(slot, False)
         stage.point({"rows": rows}, **{f"{way} {work} ms": ms})
         stage.entry["figures"]["fallbacks"] = fallbacks()
         return f"{ms:.3g} ms"

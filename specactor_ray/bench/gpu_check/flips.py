@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 
 import numpy as np
@@ -93,10 +92,8 @@ class Decoded:
     def _read(self, rows: np.ndarray, tokens: np.ndarray, logits: int) -> torch.Tensor:
         """Logits of the last positions of each row, after a forward with `(rows, n)` more tokens."""
         counts, kept = np.full(len(rows), tokens.shape[1], np.int64), np.full(len(rows), logits, np.int64)
-        found = list[torch.Tensor]()
-        forward = functools.partial(self._model.forward, rows, counts, tokens.ravel(), kept)
-        self._stage.seconds(lambda: found.append(forward()))
-        return found[0].clone()
+        self._stage.require_time()
+        return self._model.forward(rows, counts, tokens.ravel(), kept).clone()
 
     def _sampled(self, logits: torch.Tensor, rows: np.ndarray, begin: int) -> np.ndarray:
         """`(rows, n)`: tokens at the places from `begin` on, at temperature 1."""

@@ -23,7 +23,7 @@ from specactor_ray.target.base import TargetEngine
 
 def measure_sleep(stage: Stage) -> None:
     """Fill a point for `hf`, and for `vllm` if it is installed: GiB that all processes use on the GPU while the engine
-    is awake and asleep, seconds to sleep and wake, ms of a step before, of the first one afterwards, and of others."""
+    is awake and asleep, seconds to sleep and wake, and ms of a decode step before and afterwards."""
     measure_engine(stage, "hf", hf_engine(stage.settings, target_model(stage.settings)))
     if find_spec("vllm"):
         with model_folder(stage.settings) as model:
@@ -56,7 +56,6 @@ def measure_engine(stage: Stage, name: str, engine: TargetEngine) -> None:
     note("asleep GiB", used_gib(settings.device))
     note("wake s", stage.seconds(engine.wake))
     begin_decoding(engine, settings, rows)
-    note("first step ms", 1e3 * stage.seconds(step))
     note("later step ms", 1e3 * stage.median_s(step))
 
 

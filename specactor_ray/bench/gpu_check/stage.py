@@ -126,8 +126,8 @@ class Stage:
         default_factory=lambda: {"status": "interrupted", "points": [], "figures": {}, "not_measured": [], "error": ""}
     )
     """Plain data: `points`, a table; `figures`, single ones; `not_measured`, a line with the reason for each; `status`
-    (`complete`, `partial` or `failed`; `interrupted` until the end), `seconds`, and the first `error` with its
-    `traceback`."""
+    (`complete`, `partial` or `failed`; `interrupted` until the end), `seconds`, the first `error` with its
+    `traceback`, and `fewest_calls`, the least number of timed calls of a median."""
 
     def run(self, measure: Callable[[Stage], None]) -> None:
         """Measure the stage; a failure is recorded, so that other stages follow."""
@@ -215,6 +215,7 @@ class Stage:
         times: list[float] = []
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
+        self.entry["fewest_calls"] = min(len(times), self.entry.get("fewest_calls", _MOST))
         return statistics.median(times)
 
     def kernels(self, call: Callable[[], object]) -> Kernels:

@@ -66,11 +66,11 @@ def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int, way: st
     """Milliseconds of a step in which `rows` requests decode, of these exposed ones (the GPU is idle), and those of
     kernels in `KERNELS`."""
     step = functools.partial(step_at_random, engine, drafts, np.random.default_rng(rows))
-    begin_decoding(engine, stage.settings, rows)
     captured = engine._decode
     if way == "eager":
         engine._decode = None
     try:
+        begin_decoding(engine, stage.settings, rows)
         ms, seen = 1e3 * stage.median_s(step), stage.kernels(step)
     finally:
         engine._decode = captured
@@ -105,13 +105,13 @@ def forward_s(stage: Stage, model: RaggedModel, rows: int, queries: int) -> floa
     """Median seconds of a forward of `queries` tokens of each row, after as many tokens as a prompt has."""
     cache, keys, n = model.cache, stage.settings.target_prompt, rows * queries
     at = np.array([cache.open(keys + queries) for _ in range(rows)])
-    cache.lengths[at] = keys
-    counts = np.full(rows, queries, np.int64)
-    arrays = np.zeros(n, np.int64), places(cache.lengths[at], counts), np.arange(n)
-    batch = RaggedBatch(cache, at, counts, arrays)
-    with torch.inference_mode():
-        call: Callable[[], object] = functools.partial(model._run, batch, *batch.arrays)
-        replay = CudaCapturer().capture(call) if stage.settings.device == "cuda" else call
-        seconds = stage.median_s(replay)
-    cache.free_rows(at)
-    return seconds
+    try:
+        cache.lengths[at] = keys
+        counts = np.full(rows, queries, np.int64)
+        arrays = np.zeros(n, np.int64), places(cache.lengths[at], counts), np.arange(n)
+        batch = RaggedBatch(cache, at, counts, arrays)
+        with torch.inference_mode():
+            call: Callable[[], object] = functools.partial(model._run, batch, *batch.arrays)
+            return stage.median_s(CudaCapturer().capture(call) if stage.settings.device == "cuda" else call)
+    finally:
+        cache.free_rows(at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.draft.slots import RowProposer
+from specactor_ray.target.base import NO_DRAFTS, Drafts
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport.messages import States
 from tests import tiny
@@ -55,7 +57,7 @@ def configuration(target: Path, **sections: Any) -> Config:
 @pytest.fixture(scope="module")
 def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
     config = configuration(tiny_model_dir, data={"n": 2})
-    return record_outputs(engine, config, tiny.tiny_prompts(6), max_requests=9)
+    return record_outputs(engine, config, tiny.tiny_prompts(6), most=9)
 
 
 def test_greater_depths_are_never_right_more_often() -> None:
@@ -104,6 +106,20 @@ class TestCosts:
         assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
         assert all(point.seconds > 0.0 for point in points)
         assert not engine.has_work() and not len(engine.decoding())
+
+    def test_every_step_has_the_room_that_the_one_before_announced(
+        self, engine: HfEngine, recorded: list[CorpusRecord], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An engine with a step in flight drops drafts without room, and the figure would be that of a plain step."""
+        calls, step = list[tuple[int, int]](), engine.step
+
+        def noted(drafts: Drafts = NO_DRAFTS, window: int = 0) -> Any:
+            calls.append((int(drafts.lengths.max(initial=0)), window))
+            return step(drafts, window)
+
+        monkeypatch.setattr(engine, "step", noted)
+        measure_verify(engine, recorded, 1, parse_axes([4, 1], [2, 1], [16], 1), lambda text: None)
+        assert max(calls)[0] == 2 and all(room == most for (_, room), (most, _) in itertools.pairwise(calls))
 
     def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[CorpusRecord]) -> None:
         """Each position's state once, in order, up to the one that predicted the newest committed token."""
