@@ -18,6 +18,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
 from specactor_ray.draft.burst import LONGEST, Bursts, Runner
 from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
+from specactor_ray.draft.proposer import STEP_TOKENS
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.captured import CudaCapturer, capturer_for
@@ -28,8 +29,6 @@ from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import warm_up
 from specactor_ray.sampling.rules import Rules
 
-_MAX_STEP_TOKENS = 512
-"""Most positions of one forward; a long prompt is read in chunks of this size."""
 _MOST_OF_A_COMMIT = 32
 """Tokens up to which a backlog is a commit, and not a prompt."""
 _FIRST_RESERVATION = 128
@@ -66,7 +65,7 @@ class ModelProposer(SlotProposer):
         self._bursts: Bursts | None = None
         if (capturer := capturer or capturer_for(cache.device)) is not None:
             rows = max_batch * (1 + branches)
-            self._bursts = Bursts(runner, capturer, rows, _MAX_STEP_TOKENS, self.max_len, self._most)
+            self._bursts = Bursts(runner, capturer, rows, STEP_TOKENS, self.max_len, self._most)
 
     @property
     def _tips(self) -> np.ndarray:
@@ -199,8 +198,8 @@ class ModelProposer(SlotProposer):
         given up; chains without room are given up, too. Returns the chains that fit into one forward, and their rows.
         """
         counts = chains.counts
-        if counts.sum() > _MAX_STEP_TOKENS:
-            counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
+        if counts.sum() > STEP_TOKENS:
+            counts = np.minimum(counts, STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
             if self._bursts is not None:  # in a captured step rows read all they have: a commit that does not fit waits
                 counts[(counts < chains.counts) & (chains.counts <= _MOST_OF_A_COMMIT)] = 0
             chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones

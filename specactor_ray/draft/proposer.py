@@ -22,10 +22,13 @@ from specactor_ray.transport.messages import FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
-    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+    from specactor_ray.config.schema import TargetConfig
 
 
 logger = logging.getLogger(__name__)
+
+STEP_TOKENS = 512
+"""Most positions of a model's forward; a long prompt is read in chunks of this size."""
 
 
 class Tails(NamedTuple):
@@ -192,10 +195,10 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
     return proposer
 
 
-def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None) -> float:
-    """Bytes of weights and cache of one drafter, whose data type is resolved; 0 without a model. `total`: bytes of its
-    GPU; None on the CPU."""
-    from specactor_ray.models.cache_size import count_parameters, drafter_cache_bytes
+def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -> float:
+    """Bytes of weights, cache and captured steps of one drafter, whose data type is resolved; 0 without a model.
+    `total`: bytes of its GPU; None on the CPU."""
+    from specactor_ray.models.cache_size import captured_bytes, count_parameters, drafter_cache_bytes
     from specactor_ray.models.loading import parse_dtype
 
     if not drafter.model:
@@ -208,4 +211,8 @@ def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None)
     else:
         size, text = count_parameters(drafter.model, drafter.trust_remote_code)
     itemsize = parse_dtype(drafter.dtype, total is not None).itemsize
-    return float(size * itemsize + drafter_cache_bytes(drafter, text, itemsize, total))
+    held = float(size * itemsize + drafter_cache_bytes(drafter, text, itemsize, total))
+    if total is None:
+        return held
+    rows = min(drafter.max_batch * (1 + drafter.branches), STEP_TOKENS)
+    return held + captured_bytes(text, itemsize, rows, STEP_TOKENS, rows)

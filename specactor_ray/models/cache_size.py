@@ -25,7 +25,9 @@ _BLOCK = 256
 _SHARE_OF_GPU = 0.92
 """Usable share of a GPU's memory, as in vLLM: the rest is for the driver and other processes."""
 _GPU_FIXED = 2 * GIB
-"""Bytes of context, kernels, captured graphs and the workspaces of attention and collectives."""
+"""Bytes of context, kernels, vLLM's captured graphs and the workspaces of attention and collectives."""
+_KERNELS, _KERNEL_BYTES = 40, 4096
+"""Kernels of a layer in a captured step of `hf` or a drafter, and bytes of one on the GPU."""
 _MOST_ON_CPU, _MOST_OF_A_DRAFTER = 1 * GIB, GIB // 2
 _DRAFTERS_SHARE_OF_GPU = 0.1
 _UNKNOWN_CONTEXT = 4096
@@ -108,13 +110,31 @@ def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> floa
 
 def beside_the_cache(target: TargetConfig) -> float:
     """Bytes of a rank on a GPU beside its cache: weights, logits (as computed and in float32) and activations of the
-    largest step, hidden states that drafters read on their way, and a part that does not depend on the model."""
-    size, text = count_parameters(target.model, target.trust_remote_code)
-    itemsize, hidden = itemsize_of(target), int(text.hidden_size)
+    largest step, captured steps, hidden states that drafters read on their way, and a part that does not depend on
+    the model."""
+    (size, text), tokens = count_parameters(target.model, target.trust_remote_code), target.max_step_tokens
+    itemsize, states = itemsize_of(target), (tokens + 2 * STATES_UNDER_WAY) * _state_bytes(target, text)
+    captured = captured_bytes(text, itemsize, target.max_batch, tokens, tokens) if target.backend == "hf" else 0.0
+    step = _step_bytes(text, itemsize, tokens, tokens)
+    return size * itemsize / target.tensor_parallel + step + captured + states + _GPU_FIXED
+
+
+def captured_bytes(text: Any, itemsize: int, rows: int, tokens: int, logits: int) -> float:
+    """Bytes of the captured steps of a model on a GPU (`models/captured.py`) with up to `rows` rows and `tokens`
+    tokens: the kernels of each, and activations and up to `logits` logits of the largest, in memory of all."""
+    from specactor_ray.models.captured import sizes
+
+    steps = sizes(rows, max(rows, tokens))
+    kernels = len(steps) * int(text.num_hidden_layers) * _KERNELS * _KERNEL_BYTES
+    positions = max(tokens for _, tokens in steps)
+    return kernels + _step_bytes(text, itemsize, positions, min(positions, logits))
+
+
+def _step_bytes(text: Any, itemsize: int, positions: int, logits: int) -> int:
+    """Bytes of activations of these positions, and of the logits of some, as computed and in float32."""
+    hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    per_position = int(text.vocab_size) * (itemsize + 4) + (8 * hidden + 2 * inner) * itemsize
-    states = (target.max_step_tokens + 2 * STATES_UNDER_WAY) * _state_bytes(target, text)
-    return size * itemsize / target.tensor_parallel + target.max_step_tokens * per_position + states + _GPU_FIXED
+    return logits * int(text.vocab_size) * (itemsize + 4) + positions * (8 * hidden + 2 * inner) * itemsize
 
 
 def room_here(target: TargetConfig, hosted: float = 0.0) -> float:

@@ -87,8 +87,11 @@ def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
             f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes {gib(beside)} of "
             f"each GPU{cache}, and a GPU has {gib(total)}."
         )
-        fix = f"use {room / GIB:.3g} or less" if room > 0 < own else "use a larger target.tensor_parallel (and gpus)"
-        raise ConfigError("target.kv_cache_gb" if room > 0 < own else "target.gpus", problem, f"{fix}.")
+        fix = "a larger target.tensor_parallel (and gpus)"
+        if target.backend == "hf":
+            fix = f"a smaller target.max_step_tokens, or target.backend=vllm with {fix}"
+        fix = f"{room / GIB:.3g} or less" if room > 0 < own else fix
+        raise ConfigError("target.kv_cache_gb" if room > 0 < own else "target.gpus", problem, f"use {fix}.")
     return room
 
 

@@ -18,7 +18,9 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import environment
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.draft.proposer import footprint
 from specactor_ray.models import cache_size
+from specactor_ray.models import captured as captured_steps
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
@@ -223,7 +225,28 @@ def test_hosted_drafters_leave_less_of_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     drafters = [{"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.1}]
     hosting = {"mode": "coupled", "target": target, "drafters": drafters}
     hosts = memory.with_cache(settle(from_mapping(hosting), None))
-    assert 0.1 < plain.target.kv_cache_gb - hosts.target.kv_cache_gb < 0.11
+    assert 0.1 < plain.target.kv_cache_gb - hosts.target.kv_cache_gb < 0.12
+    (spec,) = drafter_specs(hosts).values()
+    held = footprint(spec, hosts.target, GIB * 5 // 2)
+    assert (plain.target.kv_cache_gb - hosts.target.kv_cache_gb) * GIB == pytest.approx(held)
+
+
+@pytest.mark.usefixtures("qwen")
+def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the engine: 61 with 28 layers, and once more the activations of the largest step."""
+    monkeypatch.setattr(memory, "beside_the_cache", cache_size.beside_the_cache)
+    own, other = on_gpu(backend="hf", dtype="bfloat16"), on_gpu(dtype="bfloat16")
+    captured = cache_size.beside_the_cache(own) - cache_size.beside_the_cache(other)
+    assert len(captured_steps.sizes(128, 2048)) == 61
+    assert captured == 61 * 28 * 40 * 4096 + 2048 * (152064 * 6 + (8 * 3584 + 2 * 18944) * 2)
+    fits = cache_size.beside_the_cache(other) / 0.92 + 0.5 * GIB
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [int(fits)])
+    assert memory.with_cache(config_of(other)).target.kv_cache_gb == pytest.approx(0.46, abs=0.01)
+    with pytest.raises(ConfigError, match="with activations, graphs and hosted drafters takes") as error:
+        memory.with_cache(config_of(own))
+    assert error.value.key == "target.gpus" and "target.max_step_tokens" in error.value.fix
+    fewer = memory.with_cache(config_of(on_gpu(backend="hf", dtype="bfloat16", max_step_tokens=512)))
+    assert fewer.target.kv_cache_gb > 0, "as it proposes"
 
 
 def test_a_cache_is_planned_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_no_forward_is_eager_at_any_acceptance(
 ) -> None:
     """Once prompts were read: one copy and one fetch a burst, whatever part of each tail is right, also where a forward
     does not take all that was accepted."""
-    monkeypatch.setattr(model, "_MAX_STEP_TOKENS", most)
+    monkeypatch.setattr(model, "STEP_TOKENS", most)
     device, rng, copies = FakeCapturer(), random.Random(0), 0
     captured, plain = make(capturer=device, branches=branches), make(branches=branches)
     requests = requests_of(6, 4)

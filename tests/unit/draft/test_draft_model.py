@@ -74,7 +74,7 @@ def check_empty(drafter: ByName) -> None:
     """Close all requests: the cache is as it was at the start."""
     for name in list(drafter.slots):
         drafter.close(name)
-    cache, scratch = drafter._model.cache, int(drafter._bursts is not None)  # bursts keep a page
+    cache, scratch = drafter._cache, int(drafter._bursts is not None)  # bursts keep a page
     assert cache.free_slots == cache.slots - scratch * cache.page_size
     assert sorted(cache._free_rows) == list(range(scratch, len(cache.lengths)))
 
@@ -142,7 +142,7 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
         for i in range(3):
             assert len(drafter.tail(f"r{i}")[1]) == 5
             most = max(most, len(branches_of(drafter, f"r{i}")))
-    assert most == 8 and not drafter._model.cache.free_slots, "the cache is full"
+    assert most == 8 and not drafter._cache.free_slots, "the cache is full"
     for i, prompt in enumerate(prompts):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompt, output[:end], sampling, 5)
         check_branches(reference, drafter, f"r{i}", prompt, sampling)
@@ -182,7 +182,7 @@ def test_a_chain_that_cannot_be_sampled_from_costs_the_others_nothing(reference:
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], 5)
     drafter.extend()
-    mains, forward, poisoned = drafter._rows[[drafter.slots[f"r{i}"] for i in range(3)]], drafter._model.forward, 0
+    mains, forward, poisoned = drafter._rows[[drafter.slots[f"r{i}"] for i in range(3)]], drafter._runner.forward, 0
 
     def poison(rows: np.ndarray, *arrays: np.ndarray) -> torch.Tensor:
         nonlocal poisoned
@@ -191,7 +191,7 @@ def test_a_chain_that_cannot_be_sampled_from_costs_the_others_nothing(reference:
         poisoned += len(branches)
         return logits
 
-    drafter._model.forward = poison
+    drafter._runner.forward = poison
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
     assert len(drafter.tail("r1")[1]) == 1
     assert drafter.judged.tolist() == [5, 0], "a whole window that is not drafted counts as wrong"

@@ -173,7 +173,7 @@ def test_drafters_trainers_and_references_agree(phi3: str, longest: int | None) 
     drafters = [{"method": "draft_model", "model": phi3, "dtype": "float32", "kv_cache_gb": 0.01}]
     settings = config(phi3, longest, mode="coupled", drafters=drafters)
     proposer = DraftModelProposer.from_config(drafter_specs(settings)["draft_model"], settings.target, "cpu")
-    np.testing.assert_allclose(HfEngine(proposer._model).prompt_logprobs(row), expected, atol=_ROUNDING)
+    np.testing.assert_allclose(HfEngine(proposer._runner).prompt_logprobs(row), expected, atol=_ROUNDING)
 
     trainer = Trainer(config(phi3, longest), None, Rendezvous(0, 1, "", 0), WorkCounter())
     short, long = (
