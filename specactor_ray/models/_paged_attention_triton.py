@@ -2,11 +2,13 @@
 
 A program of `attend` takes a tile of a row's queries, with all heads that read the same keys, over the keys of that
 row: either all of them, or some splits, whose results `merge` adds. Keys are read in blocks and splits that begin at
-fixed positions of the row. The tile's shape depends on the data type and the heads alone. A tile that reads all keys
-adds its splits as `merge` does, every operation rounded by itself (`enable_fp_fusion=False`).
+fixed positions of the row: every `SPLIT` keys, and from 32 splits on at 16 positions in each doubling of the context.
+The tile's shape depends on the data type and the heads alone. A tile that reads all keys adds its splits as `merge`
+does, every operation rounded by itself (`enable_fp_fusion=False`).
 
 So the bits of an output depend on the query and the keys that it sees only: not on other rows, the number of queries of
-the row in the forward, pages, or the division of the work into programs.
+the row in the forward, pages, or the division of the work into programs. Queries behind the last row are those of a row
+without keys.
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
@@ -25,7 +27,7 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models.cpu_attention import AttentionRules
 
 SPLIT = 512
-"""Keys of a split."""
+"""Keys of each of the first 32 splits."""
 _MOST_PARTIAL_BYTES = 128 << 20
 """Most bytes of the results of splits in a layer. Above it each program reads all keys of its queries."""
 _LEAST_SHARED = 99 << 10
@@ -91,7 +93,7 @@ def paged_attention(
             not depend on it.
 
     Returns:
-        `(N, heads, value_dim)`; undefined after the last row.
+        `(N, heads, value_dim)`; 0 after the last row.
 
     Raises:
         ModelLoadError: See `shape_of`.
@@ -110,15 +112,17 @@ def paged_attention(
         "num_warps": shape.num_warps, "num_stages": shape.num_stages,
     }  # fmt: skip
     tile = shape.rows // group
-    searched = rows if most_queries > tile else 0
-    tiles, splits = kv_heads * (tokens // tile + rows if searched else rows), triton.cdiv(most_keys, SPLIT)
+    searched, splits = int(most_queries > tile), splits_of(most_keys)
+    tiles = kv_heads * (rows + tokens // tile + 1 if searched else rows)
     if programs is None:
         few = 4 * splits * tokens * heads * value_dim <= _MOST_PARTIAL_BYTES
         programs = max(most_programs // tiles, 1) if few else 1
     output = query.new_empty(tokens, heads, value_dim)
     inputs = (query.contiguous(), keys, values, starts, lengths, pages, rules.sinks)
-    numbers = (searched, tokens, splits, pages.shape[1], rules.scaling)
+    numbers = (searched, rows, tokens, splits, pages.shape[1], rules.scaling)
     kernels = (query.device, query.dtype, rules.sinks is None or rules.sinks.dtype, *layer.values(), *tile_of.values())
+    if not searched:
+        tiles += kv_heads * triton.cdiv(tokens, tile)  # behind the last row
     if kernels not in _warm:  # compiles both variants now, not in a later step
         for either in (1, 2):
             _launch(tiles, either, inputs, output, numbers, layer, tile_of)
@@ -134,11 +138,11 @@ def _launch(
     if programs == 1:
         attend[tiles, 1](*inputs, output, None, *numbers, WHOLE=True, **layer, **tile_of)
         return
-    (_, _, _, starts, lengths, _, sinks), (searched, tokens, splits, _, _) = inputs, numbers
+    (_, _, _, starts, lengths, _, sinks), (searched, rows, tokens, splits, *_) = inputs, numbers
     sums = output.new_empty(2, splits, *output.shape[:2], dtype=torch.float32)
     partial = output.new_empty(splits, *output.shape, dtype=torch.float32)
     attend[tiles, programs](*inputs, partial, sums, *numbers, WHOLE=False, **layer, **tile_of)
-    merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, tokens, splits, **tile_of)
+    merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, rows, tokens, splits, **tile_of)
 
 
 @functools.cache
@@ -150,40 +154,64 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return 4 * properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
 
 
+def splits_of(keys: int) -> int:
+    """Number of splits of a row with so many keys."""
+    unit = max(keys - 1, 0) // SPLIT
+    doubled = max(unit.bit_length() - 5, 0)
+    return (unit >> doubled) + 16 * doubled + 1
+
+
 def _padded(dim: int) -> int:
     """The next number of columns that a tile can have."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
+def _split_of(key, SPLIT: tl.constexpr):
+    """The split of a key: the first bits of a float, exponent and mantissa, count those of each doubling."""
+    unit = key // SPLIT
+    bits = unit.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(unit < 16, unit, (bits >> 19) - ((127 + 4 - 1) << 4))
+
+
+@triton.jit
+def _begin_of(split, SPLIT: tl.constexpr):
+    doubled = tl.maximum(split // 16, 1) - 1
+    return ((split - 16 * doubled) << doubled) * SPLIT
+
+
+@triton.jit
 def _tile(
-    starts, lengths, searched,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    starts, lengths, searched, rows, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The tile of a program.
 
     Args:
-        searched: Rows of the batch; 0 if each has one tile.
+        searched: 0 if each row has one tile, in order; those of the queries behind the last row come after them.
 
     Returns:
-        Row; head of its keys; whether there is a tile; begin (of a block) and end of its keys; per row of the tile
-        the position of its query, and its place in `(N, heads)`, -1 for none.
+        Row; head of its keys; whether there is a tile; begin (of a block) and end of its keys, which is 0 or less if
+        there are none; the first split, and the one behind the last; per row of the tile the position of its query,
+        and its place in `(N, heads)`, -1 for none.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    row, before = tile, 0
+    row = tl.minimum(tile, rows)
+    before = (tile - row) * QUERIES
     if searched > 0:  # the first tile of row r is `starts[r] // QUERIES + r`
         found = 0
-        for begin in range(0, searched, _ROWS_OF_SEARCH):
+        for begin in range(0, rows + 1, _ROWS_OF_SEARCH):
             r = begin + tl.arange(0, _ROWS_OF_SEARCH)
-            first = tl.load(starts + r, mask=r < searched, other=0) // QUERIES + r
-            found += tl.sum(((first <= tile) & (r < searched)).to(tl.int32))
+            first = tl.load(starts + r, mask=r <= rows, other=0) // QUERIES + r
+            found += tl.sum(((first <= tile) & (r <= rows)).to(tl.int32))
         row = found - 1
         before = (tile - tl.load(starts + row) // QUERIES - row) * QUERIES
     start = tl.load(starts + row)
-    count = tl.load(starts + row + 1) - start
-    cached = tl.load(lengths + row) - count
+    count = tl.load(starts + row + 1, mask=row < rows, other=tokens) - start
+    cached = tl.load(lengths + row, mask=row < rows, other=0) - count
     m = tl.arange(0, ROWS)
     query = before + m // GROUP
     at = (start + query).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
@@ -191,7 +219,8 @@ def _tile(
     begin, end = 0, cached + tl.minimum(before + QUERIES, count)
     if WINDOW > 0:
         begin = tl.maximum(cached + before + 1 - WINDOW, 0) // BLOCK * BLOCK
-    return row, kv_head, before < count, begin, end, cached + query, at
+    last = tl.where(end > 0, _split_of(tl.maximum(end, 1) - 1, SPLIT) + 1, 0)
+    return row, kv_head, before < count, begin, end, _split_of(begin, SPLIT), last, cached + query, at
 
 
 @triton.jit
@@ -229,7 +258,7 @@ def _split(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Sums over the keys of a split that lie between `begin` and `last`."""
-    begin, end = tl.maximum(begin, split * SPLIT), tl.minimum(last, split * SPLIT + SPLIT)
+    begin, end = tl.maximum(begin, _begin_of(split, SPLIT)), tl.minimum(last, _begin_of(split + 1, SPLIT))
     PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "ieee"
     n, k_dim, v_dim = tl.arange(0, BLOCK), tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     k_at = n[:, None] * (KV_HEADS * KEY_DIM) + (kv_head * KEY_DIM + k_dim)[None, :]
@@ -267,11 +296,11 @@ def _split(
 
 
 @triton.jit(
-    do_not_specialize=["searched", "tokens", "splits", "columns"],
+    do_not_specialize=["searched", "rows", "tokens", "splits", "columns"],
     do_not_specialize_on_alignment=["starts", "lengths", "pages"],
 )
 def attend(
-    query, keys, values, starts, lengths, pages, sinks, output, sums, searched, tokens, splits, columns, scale,
+    query, keys, values, starts, lengths, pages, sinks, output, sums, searched, rows, tokens, splits, columns, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
@@ -281,18 +310,20 @@ def attend(
     output: float32 `(splits, N, heads, value_dim)`, sums of weighted values.
     sums: `(2, splits, N, heads)`, largest scores (in bits) and sums of weights.
     """
-    row, kv_head, exists, begin, end, position, at = _tile(
-        starts, lengths, searched, HEADS, KV_HEADS, ROWS, BLOCK, WINDOW
+    row, kv_head, exists, begin, end, first, last, position, at = _tile(
+        starts, lengths, searched, rows, tokens, HEADS, KV_HEADS, ROWS, BLOCK, SPLIT, WINDOW
     )
-    first = begin // SPLIT + tl.program_id(1)
-    if exists & (first * SPLIT < end):
+    if not WHOLE:
+        first += tl.program_id(1)
+        exists = exists & (first < last)
+    if exists:
         d = tl.arange(0, KEY_PAD)
         mask = (at >= 0)[:, None] & (d < KEY_DIM)[None, :]
         q = tl.load(query + at[:, None] * KEY_DIM + d[None, :], mask=mask, other=0.0)
         table = pages + row.to(tl.int64) * columns
         if WHOLE:
             total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)
-            for split in range(first, tl.cdiv(end, SPLIT)):
+            for split in range(first, last):
                 more, more_top, more_mass = _split(
                     q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
                     KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
@@ -301,7 +332,7 @@ def attend(
             _store(output, total, mass, at, VALUE_DIM, VALUE_PAD)
         else:
             stride = tokens.to(tl.int64) * HEADS
-            for split in range(first, tl.cdiv(end, SPLIT), tl.num_programs(1)):
+            for split in range(first, last, tl.num_programs(1)):
                 total, top, mass = _split(
                     q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
                     KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
@@ -313,18 +344,22 @@ def attend(
                 tl.store(sums + splits * stride + place, mass, mask=at >= 0)
 
 
-@triton.jit(do_not_specialize=["searched", "tokens", "splits"], do_not_specialize_on_alignment=["starts", "lengths"])
+@triton.jit(
+    do_not_specialize=["searched", "rows", "tokens", "splits"], do_not_specialize_on_alignment=["starts", "lengths"]
+)
 def merge(
-    partial, sums, starts, lengths, sinks, output, searched, tokens, splits,
+    partial, sums, starts, lengths, sinks, output, searched, rows, tokens, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles,). Add the splits of each query, in order."""
-    _, _, exists, begin, end, _, at = _tile(starts, lengths, searched, HEADS, KV_HEADS, ROWS, BLOCK, WINDOW)
+    _, _, exists, _, _, first, last, _, at = _tile(
+        starts, lengths, searched, rows, tokens, HEADS, KV_HEADS, ROWS, BLOCK, SPLIT, WINDOW
+    )
     if exists:
         total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)
         d, stride = tl.arange(0, VALUE_PAD), tokens.to(tl.int64) * HEADS
-        for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
+        for split in range(first, last):
             place = split * stride + at
             more_top = tl.load(sums + place, mask=at >= 0, other=-float("inf"))
             more_mass = tl.load(sums + splits * stride + place, mask=at >= 0, other=0.0)

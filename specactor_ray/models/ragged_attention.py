@@ -157,7 +157,7 @@ def ragged_attention(
 
 Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
 """(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N includes the padding after the last
-row, where the result is undefined."""
+row, where the result is 0."""
 
 
 def attention_for(device: torch.device) -> Attention:

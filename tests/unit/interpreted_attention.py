@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,16 +23,21 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.draft.model import ModelProposer
 from specactor_ray.models import _paged_attention_triton as kernels
 from specactor_ray.models import paged_cache, ragged_model
+from specactor_ray.models.batch_invariance import Invariant
+from specactor_ray.models.captured import StaticBatch
 from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
 from tests.by_name import extend_fully
 from tests.fakes.capturer import FakeCapturer
+from tests.families import make_model
 from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
 from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
 from tests.unit.models import test_captured
+from tests.unit.models.test_batch_invariance import products_of_gpus
 from tests.unit.models.test_ragged_attention import load
 from tests.unit.target import test_hf_engine
 
@@ -65,7 +72,9 @@ def on_gpu(
     table = np.pad(pages, ((0, 0), (0, -(-longer // keys.shape[1]))), constant_values=1 << 30)
     arrays = (torch.from_numpy(array).int() for array in (starts, lengths, table))
     most = int(np.diff(starts).max()), int(lengths.max()) + longer
-    return kernels.paged_attention(query, keys, values, *arrays, *most, rules, programs)
+    output = kernels.paged_attention(query, keys, values, *arrays, *most, rules, programs)
+    assert not output[starts[-1] :].any(), "padding sees nothing"
+    return output
 
 
 def attend_paged(
@@ -85,14 +94,14 @@ def attend_paged(
         min_size=1, max_size=3,
     ),
     heads_of, dims, st.sampled_from(DTYPES), pages_of, options_of,
-    st.sampled_from([1, 2, 100]), st.sampled_from([0, 1, 300]),
+    st.sampled_from([1, 2, 100]), st.sampled_from([0, 1, 300]), st.sampled_from([0, 1, 90]),
 )  # fmt: skip
-def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, longer) -> None:
+def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, longer, padding) -> None:
     options = with_sinks(options, heads[0])
     parts = []
     for seed, (count, before) in enumerate(rows):
         parts.append((sequence(seed, before + count, *heads, *dim, dtype), before, before + count))
-    found = attend_paged(parts, page_size, programs=programs, longer=longer, **options)
+    found = attend_paged(parts, page_size, programs=programs, longer=longer, padding=padding, **options)
     for part, output in zip(parts, found, strict=True):
         torch.testing.assert_close(
             output.double(), reference(*part, **options), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
@@ -120,8 +129,54 @@ def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim,
         random.shuffle(rows)
         at = next(place for place, row in enumerate(rows) if row[0] is one)
         programs, longer = random.choice([1, 2, 3, 50]), random.choice([0, 300])
+        options["padding"] = random.choice([0, 3, 70])
         part = attend_paged(rows, page_size, seed=number, programs=programs, longer=longer, **options)[at]
         assert same_bits(part, whole[begin - start : end - start])
+
+
+@triton.jit
+def number_splits(splits, begins, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    key = tl.arange(0, BLOCK)
+    split = kernels._split_of(key, SPLIT)
+    tl.store(splits + key, split)
+    tl.store(begins + key, kernels._begin_of(split, SPLIT))
+
+
+def test_splits_of_a_doubling_are_sixteen() -> None:
+    keys = 1 << 17
+    splits, begins = torch.zeros(2, keys, dtype=torch.int32)
+    number_splits[1,](splits, begins, BLOCK=keys, SPLIT=SPLIT)
+    at = torch.cat([torch.zeros(1, dtype=torch.int64), splits.diff().nonzero()[:, 0] + 1])
+    assert torch.equal(splits[at], torch.arange(len(at)).int()) and torch.equal(at.int(), begins[at])
+    assert torch.equal(begins, at.int()[splits.long()])
+    assert set(at.diff()[:31].tolist()) == {SPLIT} and len(at) == 112
+    assert [kernels.splits_of(key + 1) - 1 for key in range(0, keys, 61)] == splits[::61].tolist()
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_long_row_has_the_same_bits_by_any_number_of_programs(window: int | None) -> None:
+    one = sequence(1, 6_000, 2, 1, 16, 16, torch.bfloat16)
+    whole, *others = (
+        attend_paged([(one, 5_998, 6_000), (one, 4096, 4097)], 64, programs=programs, longer=longer, window=window)
+        for programs, longer in ((1, 0), (3, 0), (200, 100_000))
+    )
+    for part, begin, end in ((whole[0], 5_998, 6_000), (whole[1], 4096, 4097)):
+        expected = reference(one, begin, end, window=window)
+        torch.testing.assert_close(part.double(), expected, atol=2e-2, rtol=2e-2)
+    assert all(same_bits(x, y) for other in others for x, y in zip(whole, other, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (16, 16), (16, 64), (32, 64)])
+def test_long_contexts_have_splits(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step of a 7B model's layer on an H100, for the longest context that may come."""
+    programs, pool = list[int](), torch.zeros(1, 256, 4, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(kernels, "SPLIT", 512)
+    monkeypatch.setattr(kernels, "_limits", lambda device: (4 * 132, 227 << 10))
+    monkeypatch.setattr(kernels, "_launch", lambda tiles, count, *_: programs.append(count))
+    arrays = (torch.zeros(shape, dtype=torch.int32) for shape in (rows + 1, rows, (rows, 512)))
+    query, most = torch.zeros(tokens, 28, 128, dtype=torch.bfloat16), (1 if rows == tokens else tokens, 1 << 17)
+    kernels.paged_attention(query, pool, pool, *arrays, *most, AttentionRules(1.0, None, None, None))
+    assert programs[-1] == min(4 * 132 // (4 * (rows if rows == tokens else rows + tokens // 9 + 1)), 80) > 1
 
 
 def test_rows_of_many_tiles_are_found() -> None:
@@ -204,22 +259,56 @@ def linear_by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return product if bias is None else product + bias
 
 
-@pytest.mark.parametrize("limits", [{"max_batch": 4}, {"max_batch": 13, "max_step_tokens": 64}])
-def test_padding_changes_no_bit_of_a_row(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def same_padding(engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of no row in each captured step of the engine, which are checked to have the same finite logits."""
+    step, seen = engine._model.step, list[int]()
+
+    def checked(batch: StaticBatch, *args: Any) -> Any:
+        logits, features = step(batch, *args)
+        rest = logits[int(batch.device_starts[-1]) :]
+        assert torch.isfinite(rest).all() and torch.equal(rest, rest[:1].expand_as(rest))
+        seen.append(len(rest))
+        return logits, features
+
+    monkeypatch.setattr(engine._model, "step", checked)
+    return seen
+
+
+def make_mixture() -> RaggedModel:
+    """With products of GPUs, which give a row its bits whatever other rows its experts have."""
+    return RaggedModel(make_model("qwen3_moe", num_hidden_layers=1, vocab_size=512), 8 << 20, [0], batch_invariant=True)
+
+
+def make_dense() -> RaggedModel:
+    return RaggedModel(load(torch.float32), 8 << 20, range(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "limits"),
+    [
+        (make_dense, {"max_batch": 4}),
+        (make_dense, {"max_batch": 13, "max_step_tokens": 64}),
+        (make_mixture, {"max_batch": 13, "max_step_tokens": 64}),
+    ],
+)
+def test_padding_is_one_token_and_changes_no_bit_of_a_row(
+    make: Any, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decode steps of the engine, captured and eager: empty rows, tokens of no row, a table with more pages, a cache
     that holds what the memory held before. States are those of all layers, log-probabilities those of the logits."""
     monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
-    monkeypatch.setattr(ragged_model, "can_pack", lambda *_: False)
-    monkeypatch.setattr(torch.nn.functional, "linear", linear_by_rows)
-    with attending(attend_on_gpu):
+    if make is make_dense:
+        monkeypatch.setattr(torch.nn.functional, "linear", linear_by_rows)
+    with attending(attend_on_gpu), products_of_gpus(monkeypatch, Invariant()):
         engines, device = list[Any](), FakeCapturer()
         for capturer in (device, None):
-            options = {"hidden_layers": range(4), "cache_bytes": 8 << 20, "record_margins": True, **limits}
-            engines.append(test_hf_engine.raw(capturer=capturer, **options))
+            engines.append(HfEngine(make(), record_margins=True, capturer=capturer, **limits))
             for pool in engines[-1]._model.cache._pools:
                 pool.fill_(float("nan"))
         ours, theirs = (test_captured.Turns(engine, 4) for engine in engines)
+        padding = same_padding(engines[0], monkeypatch)
         # Multiples of four tokens: functions of the CPU round differently behind the last whole vector.
         for turn, mix in enumerate(([0, 0, 0, 0], [1, 0, 4, 3], [0, 9, 0, 3], [2, 2, 2, 2])):
             assert test_captured.equal(ours.step(mix), theirs.step(mix)), turn
     assert device.launches > 4, "prompts, too"
+    assert len(padding) == 4 and max(padding) > 1

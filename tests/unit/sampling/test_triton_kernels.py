@@ -86,7 +86,7 @@ def compiled_attention(name: str, capability: int, heads: tuple[int, int], dim: 
     types = {
         "query": "*bf16", "keys": "*bf16", "values": "*bf16", "starts": "*i32", "lengths": "*i32", "pages": "*i32",
         "output": "*bf16" if whole or name == "merge" else "*fp32", "partial": "*fp32", "sums": "*fp32",
-        "scale": "fp32", "searched": "i32", "tokens": "i32", "splits": "i32", "columns": "i32",
+        "scale": "fp32", "searched": "i32", "rows": "i32", "tokens": "i32", "splits": "i32", "columns": "i32",
     }  # fmt: skip
     if whole:
         del types["sums"]
