@@ -5,13 +5,10 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from specactor_ray.core.device import to_device
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import triton as kernels
 from specactor_ray.sampling.candidates import MOST, candidates
@@ -59,24 +56,6 @@ def verify(
             )
         kernels.commit[(n,)](*rows, *parts, tails, out, width, chunks, CHUNKS=padded, RANKS=ranks, **kernels.COMMIT)
     return out
-
-
-def verify_on_host(
-    logits: Tensor,
-    arrays: Sequence[np.ndarray],
-    drafts: np.ndarray | Tensor,
-    longest: int,
-    rules: Rules,
-    ranks: int,
-) -> np.ndarray:
-    """`verify` with host arrays `(offsets, tail_offsets, positions, slots)`: one copy to the device, one back. Drafts
-    on the device stay there."""
-    parts = (*arrays, *(() if isinstance(drafts, Tensor) else (drafts,)))
-    offsets, tail_offsets, positions, slots, *rest = to_device(parts, logits.device)
-    x = logits if logits.stride(1) == 1 else logits.contiguous()
-    tails = drafts if isinstance(drafts, Tensor) else rest[0]
-    host: np.ndarray = verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks).cpu().numpy()
-    return host
 
 
 def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size: int = 6016) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from specactor_ray.core.device import to_device
 from specactor_ray.core.environment import fall_back
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
@@ -92,7 +93,7 @@ def verify_arrays(
     logits: torch.Tensor,
     offsets: np.ndarray,
     tail_offsets: np.ndarray,
-    drafts: np.ndarray | torch.Tensor,
+    drafts: np.ndarray,
     positions: np.ndarray,
     slots: np.ndarray,
     rules: Rules,
@@ -112,7 +113,7 @@ def verify_arrays(
         logits: (M, V) float32, bfloat16 or float16.
         offsets: int64 (n,): first logits row of each request.
         tail_offsets: int64 (n + 1,): request i drafts `drafts[tail_offsets[i]:tail_offsets[i + 1]]`.
-        drafts: int32, draft tokens of all requests; on the host, or on the device of the logits.
+        drafts: int32, draft tokens of all requests.
         positions: int64 (n,): position of each request's first row; the base of its rule is added.
         slots: int64 (n,): the request's slot in `rules`.
         rules: Sampling rules of the slots.
@@ -124,18 +125,12 @@ def verify_arrays(
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    arrays = (offsets, tail_offsets, positions, slots)
-    width, logits = 1 + _longest(logits, *arrays, rules), logits.detach()
-    name = fitting(logits.device, logits.dtype, ranks) if backend == "auto" else backend
-    if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
-        raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
-    if name == "triton" and len(slots):
-        from specactor_ray.sampling import fused
-
-        return Found(fused.verify_on_host(logits, arrays, drafts, width - 1, rules, ranks))
-    tails = drafts if isinstance(drafts, np.ndarray) else drafts.cpu().numpy()
-    rows = offsets, tail_offsets, tails, positions, slots
-    return Found(_on_host(logits, rows, rules, ranks, width, ids, logprobs))
+    longest = _longest(logits, offsets, tail_offsets, positions, slots, rules)
+    arrays = offsets, tail_offsets, drafts, positions, slots
+    begins, ends, tails, places, rows = to_device(arrays, logits.device)
+    inputs = logits.detach(), begins, ends, tails, longest, places, rules, ranks, rows
+    found = verify_on_device(*inputs, ids=ids, logprobs=logprobs, backend=backend, wait=True)
+    return Found(found.cpu().numpy())
 
 
 def verify_on_device(
@@ -151,6 +146,7 @@ def verify_on_device(
     *,
     ids: np.ndarray | None = None,
     logprobs: bool = True,
+    backend: Backend = "auto",
     wait: bool = False,
 ) -> torch.Tensor:
     """`verify_arrays` with tensors on the device of the logits, without a wait for it; on GPUs by the Triton kernels.
@@ -168,35 +164,24 @@ def verify_on_device(
     """
     import torch
 
-    device = logits.device
-    slots = torch.arange(len(positions), device=device) if slots is None else slots
-    if fitting(device, logits.dtype, ranks) == "triton":
+    device, n, vocab = logits.device, len(positions), logits.shape[1]
+    slots = torch.arange(n, device=device) if slots is None else slots
+    name = fitting(device, logits.dtype, ranks) if backend == "auto" else backend
+    if ids is not None and (name != "numba" or len(ids) != vocab):
+        raise ValueError(f"{len(ids)} ids for {vocab} logits and backend {name}")
+    if name == "triton" and n:
         from specactor_ray.sampling import fused
 
         x = logits if logits.stride(1) == 1 else logits.contiguous()
         return fused.verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
     if device.type != "cpu" and not wait:
         raise RuntimeError("sampling runs on the host")
-    rows = [one.cpu().numpy() for one in (offsets, tail_offsets, tails, positions, slots)]
-    return torch.from_numpy(_on_host(logits, rows, rules, ranks, 1 + longest, ids, logprobs)).to(device)
-
-
-def _on_host(
-    logits: torch.Tensor,
-    rows: Sequence[np.ndarray],
-    rules: Rules,
-    ranks: int,
-    width: int,
-    ids: np.ndarray | None,
-    logprobs: bool,
-) -> np.ndarray:
-    """The buffer of `Found`, by numba. `rows`: offsets, tail offsets, tails, positions and slots."""
-    x, (offsets, tail_offsets, tails, positions, slots) = logits.cpu().float().contiguous().numpy(), rows
-    packed = np.full((len(slots), 2 + (2 + ranks if ranks > 2 else 3) * width), -1, np.int64)
-    tokens, out = _all_tokens(logits.shape[1]) if ids is None else ids, (packed, packed.view(np.float64))
-    drafts = offsets, tail_offsets, tails.astype(np.int32, copy=False), positions, slots
-    kernels.verify_batch(x, x.view(np.int32), *drafts, rules.table, tokens, ranks, logprobs, out)
-    return packed
+    scores = logits.cpu().float().contiguous().numpy()
+    packed = np.full((n, 2 + (2 + ranks if ranks > 2 else 3) * (1 + longest)), -1, np.int64)
+    rows = [one.cpu().numpy() for one in (offsets, tail_offsets, tails.int(), positions, slots)]
+    tokens, out = _all_tokens(vocab) if ids is None else ids, (packed, packed.view(np.float64))
+    kernels.verify_batch(scores, scores.view(np.int32), *rows, rules.table, tokens, ranks, logprobs, out)
+    return torch.from_numpy(packed).to(device)
 
 
 def warm_up(

@@ -69,16 +69,6 @@ def top_tokens(
     return TopTokens(wanted, tokens[asked].astype(np.int32), logprobs[asked].astype(np.float32))
 
 
-def logprobs_of(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
-    """float32 `(n,)`: log-probability of one token per row of `(n, vocab)` logits, under softmax(logits)."""
-    import torch
-
-    x = logits.float()
-    own = x.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(x.device)[:, None])[:, 0]
-    found: np.ndarray = (own - x.logsumexp(dim=1)).cpu().numpy()
-    return found
-
-
 def prompt_scores(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
     """float32 `(n, 3)`: log-probability of one token per row of `(n, vocab)` logits, under softmax(logits), the id of
     the most probable token, and its log-probability."""

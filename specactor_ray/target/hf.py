@@ -24,7 +24,7 @@ from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, c
 from specactor_ray.models.paged_cache import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
-from specactor_ray.sampling.probable import logprobs_of, most_probable, prompt_scores
+from specactor_ray.sampling.probable import most_probable, prompt_scores
 from specactor_ray.target.admission import Admission
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows, fewest_first
@@ -199,7 +199,7 @@ class HfEngine:
             inputs, targets = (token_ids[at : at + _MOST_SCORED] for at in (begin, begin + 1))
             inputs = inputs[: len(targets)]
             count = np.array([len(inputs)])
-            parts.append(logprobs_of(model.forward(np.array([row]), count, inputs, count), targets))
+            parts.append(prompt_scores(model.forward(np.array([row]), count, inputs, count), targets)[:, 0])
         model.cache.free(row)
         return np.concatenate(parts or [np.zeros(0, np.float32)])
 
