@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 """Keys of a model's configuration that only mixtures of experts have."""
-
-
 _INVARIANT_WEIGHTS = {"hf": (), "vllm": ("awq", "fp8")}
 """Backend → kinds of quantized weights with kernels that do not depend on the batch."""
 
@@ -50,29 +48,18 @@ def uncovered(backend: str, facts: Mapping[str, Any]) -> str:
     )
 
 
-def token_identity(
-    backend: str,
-    device: str,
-    dtype: str,
-    mixture: bool,
-    environment: Mapping[str, str],
-    batch_invariant: bool = False,
-) -> TokenIdentity:
+def token_identity(device: str, dtype: str, mixture: bool, batch_invariant: bool = False) -> TokenIdentity:
     """Claim of a run of the target.
 
     Args:
-        backend: `hf` or `vllm`.
         device: `cpu` or `cuda`.
         dtype: Data type of the target; not `auto`.
         mixture: Whether the target is a mixture of experts.
-        environment: Environment of the verifiers.
         batch_invariant: `target.batch_invariant`.
     """
     if device != "cpu":
         if batch_invariant:
             return TokenIdentity(True, "target.batch_invariant is set, so kernels do not depend on the batch")
-        if backend == "vllm" and environment.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
-            return TokenIdentity(True, "VLLM_BATCH_INVARIANT is set, so vLLM's kernels do not depend on the batch")
         hint = "target.batch_invariant=true selects others"
         return TokenIdentity(False, f"the GPU's kernels depend on the number of rows; {hint}")
     if mixture:

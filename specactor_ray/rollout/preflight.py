@@ -212,7 +212,7 @@ def identity_of(config: Config) -> TokenIdentity:
         if (folder := require_model(target.model)) is not None:
             mixture = is_mixture(read_config(folder))
     device = "cuda" if target.gpus else "cpu"
-    return token_identity(target.backend, device, dtype, mixture, os.environ, target.batch_invariant)
+    return token_identity(device, dtype, mixture, target.batch_invariant)
 
 
 def start_notes(config: Config) -> list[str]:

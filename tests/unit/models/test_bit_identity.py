@@ -97,7 +97,7 @@ def test_mixtures_of_experts_differ_by_rounding(kind: str, dtype: str, tmp_path:
             model.cache.free(row)
     alone = Probe(tokens, scores[0], 1e-5 if dtype == "float32" else 0.05)
     assert max(alone.gap(beside) for beside in scores[1:]) <= alone.tolerance
-    assert not token_identity("hf", "cpu", dtype, is_mixture(model.model.config.to_dict()), {}).holds
+    assert not token_identity("cpu", dtype, is_mixture(model.model.config.to_dict())).holds
 
 
 @pytest.mark.e2e
