@@ -146,7 +146,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _compared(area: str, package: Upstream, note: str = "") -> Finding:
-    """Finding on an installed package whose private parts are used."""
+    """Finding on an installed package of which private parts are used."""
     if lacking := package.lacking():
         return Finding(area, package.name, lacking, State.WRONG, package.install)
     if untested := package.untested():

@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Gauge
 
 from specactor_ray.cluster.names import run_and_actor
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.metrics import METRICS, Kind, Row
+from specactor_ray.core.metrics import METRICS, Row
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,11 @@ class RayMetrics:
     def _record(self, row: Row) -> None:
         metric = self._metrics.get(row.name)
         if metric is None:
-            kind: Any = Counter if row.kind is Kind.COUNTER else Gauge
-            metric = kind(row.name, row.help, (*METRICS[row.name].labels, "run")).set_default_tags({"run": self._run})
+            kind: Any = Counter if row.is_counter else Gauge
+            text, labels = METRICS[row.name]
+            metric = kind(row.name, text, (*labels, "run")).set_default_tags({"run": self._run})
             self._metrics[row.name] = metric
-        if row.kind is Kind.GAUGE:
+        if not row.is_counter:
             metric.set(row.value, dict(row.labels))
             return
         more = self._totals.take(row)

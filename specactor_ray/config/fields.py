@@ -108,7 +108,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[KeyDoc]:
 
 def matching_keys(section: type, words: Sequence[str]) -> list[KeyDoc]:
     """Keys that contain one of the words, ignoring case, or all keys if there are no words; if no key matches, those
-    whose meaning contains one.
+    with one in their meaning.
 
     Raises:
         InputError: No key and no meaning matches.

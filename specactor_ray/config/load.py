@@ -40,7 +40,7 @@ SHIPPED = Path(__file__).parents[1] / "conf"
 Tree = dict[str, Any]
 S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
-"""Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
+"""Attribute of a loaded configuration, and of copies of it: path of each key with a value from the environment →
 (its `${...}` text, its value)."""
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
 """Errors of PyYAML and OmegaConf for invalid texts, such as a tag that does not fit its value."""

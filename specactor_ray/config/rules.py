@@ -188,7 +188,7 @@ def _half_precision(key: str, dtype: str, host: str, gpus: int) -> Iterator[Prob
 def _of_drafting(config: Config) -> Iterator[Problem]:
     speculation, mode = config.speculation, config.mode
     if speculation.race_below is not None and speculation.race is not RaceName.tail:
-        problem = f"says when the tail begins, but speculation.race is {speculation.race.value!r}."
+        problem = f"sets the begin of the tail, but speculation.race is {speculation.race.value!r}."
         yield "speculation.race_below", problem, "leave it out, or use speculation.race=tail."
     if mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
         problem = f"{mode.value!r} needs at least one drafter, and `drafters` is empty."

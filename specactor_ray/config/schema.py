@@ -137,8 +137,8 @@ class TargetConfig:
     batch_invariant: bool = False
     """Take kernels that give a row the same bits whatever shares its batch: on GPUs, too, tokens are then those of
     plain decoding in every mode, and steps are slower. `hf` multiplies by kernels of its own, `vllm` runs in its
-    batch-invariant mode; what has no such kernels is refused. On CPUs nothing changes, and models whose tokens agree up
-    to near-ties (mixtures of experts) are refused."""
+    batch-invariant mode; what has no such kernels is refused. On CPUs nothing changes, and mixtures of experts, with
+    tokens that agree up to near-ties, are refused."""
     max_model_len: int | None = at_least(2, default=None)
     """Most prompt + output tokens of a request. Default: the model's limit."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
@@ -164,7 +164,7 @@ class TargetConfig:
     record_margins: bool = False
     """Record the distance of the second-best token, to distinguish near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)
-    """Decoder layers whose hidden states are exported for committed positions (for EAGLE heads)."""
+    """Decoder layers with hidden states that are exported for committed positions (for EAGLE heads)."""
 
     def __post_init__(self) -> None:
         """Set the defaults that depend on `gpus`."""
@@ -349,5 +349,5 @@ class Config:
     """Training: destinations of metrics."""
     resume: str = "never"
     """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
-    finished; if there is none it starts a new one. Training continues from the newest sound checkpoint, or from the one
-    whose folder is named here."""
+    finished; if there is none it starts a new one. Training continues from the newest sound checkpoint, or from the
+    folder of one that is named here."""

@@ -69,7 +69,7 @@ class AlgorithmConfig:
     scale_by_std: bool = True
     """grpo, dapo: divide advantages by the standard deviation of the group's rewards."""
     dynamic_sampling: bool | None = None
-    """Replace groups whose rewards are all equal by more prompts. Default: true for dapo, else false."""
+    """Replace groups with equal rewards by more prompts. Default: true for dapo, else false."""
     max_sampling_rounds: int = at_least(1, default=4)
     """Most rounds of prompts per step under dynamic sampling; after them the step uses the present groups."""
     overlong_buffer: int | None = at_least(0, default=None)
@@ -104,7 +104,7 @@ class RewardConfig:
     """Scoring of outputs."""
 
     functions: list[RewardFunctionConfig] = field(default_factory=list)
-    """Functions whose weighted sum is the reward. Default: `reasoning_gym` for its tasks, else `exact_match`."""
+    """Functions; the reward is their weighted sum. Default: `reasoning_gym` for its tasks, else `exact_match`."""
     answer_pattern: str | None = None
     """Regular expression; the last match in the output that is not blank (its first group, if it has one) is the
     answer that is scored. Default: the whole output, white space stripped."""

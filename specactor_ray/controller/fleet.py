@@ -42,7 +42,7 @@ class Seating:
         self.seats: list[Seat] = []
 
     def claim(self, key: str) -> Seat:
-        """A vacant seat for an actor of `key`, else a new one whose placement group is requested now."""
+        """A vacant seat for an actor of `key`, else a new one with a placement group that is requested now."""
         for seat in self.seats:
             if seat.key == key and seat.occupant is None:
                 seat.node = None  # the group may have moved, so it is resolved again
@@ -150,7 +150,7 @@ class Fleet:
             raise ClusterError(f"{problem}.\n{demand_against_supply(demands, self._supply)}")
 
     def settle_pending(self) -> None:
-        """Start the pending members whose seats have room now."""
+        """Start the pending members with seats that have room now."""
         now, waiting = self._clock.now(), list[str]()
         for member in self.members.values():
             if member.phase is not Phase.PENDING:

@@ -105,7 +105,7 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 
 
 def require_folder(folder: Path, option: str) -> None:
-    """Raise as `make_folder`, before the work whose results the folder is for. Leaves nothing behind."""
+    """Raise as `make_folder`, before the work with results for the folder. Leaves nothing behind."""
     remove_if_empty(*make_folder(folder, option))
 
 

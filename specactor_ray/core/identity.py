@@ -67,5 +67,5 @@ def token_identity(device: str, dtype: str, mixture: bool, batch_invariant: bool
     if dtype == "float32":
         return TokenIdentity(True, "float32 on CPUs")
     if dtype == "bfloat16":
-        return TokenIdentity(True, "bfloat16 on CPUs, whose products do not depend on the number of rows")
+        return TokenIdentity(True, "bfloat16 on CPUs: products do not depend on the number of rows")
     return TokenIdentity(False, f"a product in {dtype} on CPUs is rounded by the number of rows; float32 is not")

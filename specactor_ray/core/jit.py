@@ -1,4 +1,4 @@
-"""Numba kernels whose on-disk cache several processes may fill at once.
+"""Numba kernels with an on-disk cache that several processes may fill at once.
 
 Compiled code is cached by the content of its sources, not by their path: another checkout, and the code that a Ray job
 uploads, uses it. `$NUMBA_CACHE_DIR` replaces the folder.

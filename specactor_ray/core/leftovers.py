@@ -42,12 +42,12 @@ def make_owned_folder(prefix: str, base: str | Path) -> Path:
 
 
 def living_folders(prefix: str, base: str | Path) -> Iterator[Path]:
-    """Folders of `make_owned_folder` whose owners are alive."""
+    """Folders of `make_owned_folder` with living owners."""
     yield from (folder for folder, lives in _own_folders(prefix, base) if lives)
 
 
 def remove_abandoned(prefix: str, base: str | Path) -> None:
-    """Remove the folders of `make_owned_folder` whose owners are dead, and the shared memory recorded in them."""
+    """Remove the folders of `make_owned_folder` with dead owners, and the shared memory recorded in them."""
     for folder, lives in _own_folders(prefix, base):
         if not lives:
             logger.info("removing %s, left by a process that was killed", folder)

@@ -1,4 +1,4 @@
-"""Metrics of a run: names, kinds, units and help texts, and their values from existing counters.
+"""Metrics of a run: names, units and help texts, and their values from existing counters.
 
 Actors and the driver export them through Ray (`cluster/metrics.py`); `RunClient.metric_rows` has those of the driver.
 """
@@ -7,29 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 
-class Kind(StrEnum):
-    """Types of the Prometheus text format."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-
-
 class Row(NamedTuple):
-    """One value of a metric."""
+    """One value of a metric in `METRICS`."""
 
     name: str
-    help: str
-    kind: Kind
     labels: Mapping[str, str]
     value: float
 
+    @property
+    def is_counter(self) -> bool:
+        """Whether the value is a total; else a gauge."""
+        return self.name.endswith("_total")
+
 
 class Metric(NamedTuple):
-    """Definition of a metric. The name determines the kind: counters end in `_total`."""
+    """Definition of a metric."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -97,8 +92,7 @@ DRIVER = "driver"
 
 def row(name: str, value: float, **labels: str) -> Row:
     """A value of a metric in `METRICS`."""
-    kind = Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
-    return Row(name, METRICS[name].help, kind, labels, float(value))
+    return Row(name, labels, float(value))
 
 
 def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:

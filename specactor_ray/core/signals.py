@@ -70,8 +70,8 @@ def signals_deferred() -> Iterator[None]:
     """SIGINT and SIGTERM that arrive inside are handled at the end, by the previous handlers.
 
     Intended for steps that must be complete, and for imports: the start of a compiled module may end the whole process
-    if Python code that it calls raises. Does nothing outside the main thread, and for a signal whose handler is not
-    Python code (SIGTERM ends the process at once then).
+    if Python code that it calls raises. Does nothing outside the main thread, and for a signal without a handler in
+    Python (SIGTERM ends the process at once then).
     """
     if not _in_main_thread():
         yield

@@ -50,7 +50,7 @@ _MAX_GRAD_NORM, _WEIGHT_DECAY, _WARMUP_STEPS = 1.0, 0.01, 10
 _CHECKPOINT_S = 120.0
 """Seconds between two checkpoints."""
 _COUNTED_ROLLOUTS = 128
-"""Number of rollouts whose distributions choose the draft vocabulary."""
+"""Number of rollouts with distributions that choose the draft vocabulary."""
 
 
 class HeadTrainer:

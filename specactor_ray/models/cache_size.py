@@ -17,9 +17,9 @@ GIB = 2**30
 BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
 """Engine → device → tokens of a block of its cache; attention kernels of vLLM may choose other sizes."""
 ROW_BYTES = 64
-"""On CPUs a head's numbers begin at a multiple of so many bytes in the cache of `hf`."""
+"""On CPUs a head's numbers begin at a multiple of these bytes in the cache of `hf`."""
 STATES_UNDER_WAY = 4096
-"""Most positions whose hidden states are under way to a drafter, or wait in a hosted one."""
+"""Most positions with hidden states that are under way to a drafter, or wait in a hosted one."""
 _BLOCK = 256
 """Tokens of the largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92
@@ -56,8 +56,8 @@ def itemsize_of(target: TargetConfig) -> int:
 
 
 def token_bytes(text: Any, itemsize: int, ranks: int = 1, row: int = 1) -> int:
-    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: bytes at
-    whose multiples a head's numbers begin. An upper bound where layers keep less."""
+    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: a head's
+    numbers begin at multiples of these bytes. An upper bound where layers keep less."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
     return 2 * int(text.num_hidden_layers) * heads * padded(int(head_dim) * itemsize, row)

@@ -51,7 +51,7 @@ class RaggedModel:
     Args:
         model: A causal language model in evaluation mode; its attention and linears are replaced.
         cache_bytes: Memory budget of the key/value cache.
-        hidden_layers: Decoder layers (0-based) whose output states are kept in the cache (`PagedCache.states`),
+        hidden_layers: Decoder layers (0-based) with output states that are kept in the cache (`PagedCache.states`),
             concatenated in this order; `HEAD_INPUT` stands for the states that enter the output layer.
         batch_invariant: See `TargetConfig`; ConfigError if that cannot be.
 
@@ -167,7 +167,7 @@ class RaggedModel:
         assign_weights(self.model, state_dict, self._tied)
 
     def stale_weights(self, state_dict: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of weights whose values in the model are not these."""
+        """Names of weights with other values in the model than these."""
         return stale_weights(self.model, state_dict, self._tied)
 
     def _run(

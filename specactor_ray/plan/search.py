@@ -252,7 +252,7 @@ def _words(mode: ModeName, method: str | None, n_v: int, g_v: int, n_d: int, g_d
 
 
 def geometric(probability: np.ndarray, window: int) -> np.ndarray:
-    """`(n, window + 1)`: S_0, S_1, ... of drafts whose tokens are all right with the same probability, `(n,)`."""
+    """`(n, window + 1)`: S_0, S_1, ... of drafts with tokens that are all right with the same probability, `(n,)`."""
     powers: np.ndarray = np.clip(probability, 0.0, 1.0)[:, None] ** np.arange(window + 1)
     return powers
 

@@ -1,4 +1,4 @@
-"""Which verifier gets which request: the waiting ones, and those whose verifier failed.
+"""Which verifier gets which request: the waiting ones, and those of failed verifiers.
 
 Pure bookkeeping: no Ray, no clock.
 """
@@ -121,7 +121,7 @@ class Backlog:
         self.single = 0
 
     def _take(self, free: Collection[str]) -> JournalEntry | None:
-        """Remove the next request. Requests whose verifier is in `free` but has no room are passed over."""
+        """Remove the next request. Requests of a verifier that is in `free` but has no room are passed over."""
         entries, load = self._journal.entries, self._journal.load
         if self._again:
             return entries[self._again.popitem(last=False)[0]]
@@ -169,7 +169,7 @@ class _Group:
 
 
 class Quarantine:
-    """Suspects: requests whose verifier failed. They run apart from the others, in ever smaller groups, until one is
+    """Suspects: requests of failed verifiers. They run apart from the others, in ever smaller groups, until one is
     alone; each is in a group that waits or at a verifier.
 
     Sampling is keyed, so a request that killed its verifier kills the next one at the same output position: a suspect

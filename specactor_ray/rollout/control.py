@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 _LABELS = 1024
-"""Number of versions whose labels are kept."""
+"""Number of versions that keep their labels."""
 _POLL_S = 0.01
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""

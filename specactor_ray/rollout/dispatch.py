@@ -177,7 +177,7 @@ class Dispatcher:
         self._reissue(lost, f"verifier {link.verifier_id} could not be handed requests")
 
     def _release_all(self, link: VerifierLink, departure: Departure | None) -> None:
-        """Release the requests of a verifier that is gone. Those whose arrival it did not confirm are suspected only if
+        """Release the requests of a verifier that is gone. Those that it did not confirm are suspected only if
         that happened to them before: a request may end a process before it answers."""
         verifier_id = link.verifier_id
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
@@ -217,7 +217,7 @@ class Dispatcher:
         return entry
 
     def _end_stopped(self) -> list[JournalEntry]:
-        """End the requests whose outputs are complete by a stop text; returns them."""
+        """End the requests with outputs that a stop text has completed; returns them."""
         stopped, self.journal.stopped = self.journal.stopped, {}
         return [self._finish(name, "error" if error else "stop", error) for name, error in stopped.items()]
 

@@ -95,7 +95,7 @@ class Engine:
             prompt: Text, chat messages or token ids.
             sampling: Default: the configuration's. Its seed is used unchanged.
             request_id: Name for `running`. Default: a new one.
-            session: Name of a conversation, whose turns run on one verifier while that lives.
+            session: Name of a conversation; its turns run on one verifier while that lives.
             priority: Requests with a smaller number begin first.
 
         Raises:
@@ -393,7 +393,7 @@ class DispatchThread:
         self._resolve()
 
     def _resolve(self) -> None:
-        """Resolve the futures whose conditions hold."""
+        """Resolve the futures with conditions that hold."""
         waiting, self._awaited = self._awaited, []
         for condition, future in waiting:
             if condition():

@@ -52,7 +52,7 @@ class JournalEntry:
     """Number of verifiers that failed before they had confirmed the request."""
     finished: Finished | None = None
     steps: int = 0
-    """Number of steps, of all attempts, whose tokens are here."""
+    """Number of steps, of all attempts, with tokens that are here."""
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Draft method → numbers of draft tokens that these steps verified, and of right ones."""
     discarded: int = 0
@@ -132,7 +132,7 @@ class JournalEntry:
 
     @property
     def stats(self) -> RequestStats:
-        """Counters of all steps whose tokens are here, regardless of the attempt."""
+        """Counters of all steps with tokens that are here, regardless of the attempt."""
         drafted, accepted = map(sum, zip(*self.drafts.values(), strict=True)) if self.drafts else (0, 0)
         return RequestStats(self.steps, drafted, accepted, self.discarded, dict(self.drafts))
 

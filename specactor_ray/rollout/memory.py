@@ -107,7 +107,7 @@ def _judged(config: Config) -> bool:
 
 
 def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, fix: str) -> None:
-    """Refuse a run on this machine's CPU whose plan needs more than the bytes that are available, with a ConfigError
+    """Refuse a run on this machine's CPU if its plan needs more than the bytes that are available, with a ConfigError
     that has the numbers and the fix."""
     total = sum(item.num_bytes for item in plan)
     if total > available and _judged(config):

@@ -166,7 +166,7 @@ def check_target(config: Config) -> None:
     text = model.get_text_config()
     _reject_context_beyond_the_models(config, text)
     if (stop := max(config.sampling.stop_token_ids, default=0)) >= text.vocab_size:
-        problem = f"{stop} is no token of {config.target.model}, whose largest id is {text.vocab_size - 1}."
+        problem = f"{stop} is no token of {config.target.model}; its largest id is {text.vocab_size - 1}."
         raise ConfigError("sampling.stop_token_ids", problem, "remove it, or end outputs by sampling.stop.")
     if config.target.backend == "vllm":
         _reject_heads_that_cannot_be_split(config, text)
@@ -263,7 +263,7 @@ def _reject_kernels_that_depend_on_the_batch(config: Config, model: Any) -> None
 
 
 def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
-    """Check the context: vLLM scales the positions of some models (not `longrope` and `dynamic`, whose context includes
+    """Check the context: vLLM scales the positions of some models (not `longrope` and `dynamic`: their context includes
     it or has no angles beyond); `hf` is limited to the context of the model."""
     rope = getattr(text, "rope_parameters", None) or {}
     scaled = rope.get("rope_type", "default") not in ("default", "longrope", "dynamic")
@@ -334,7 +334,7 @@ def export_what_drafters_read(config: Config) -> Config:
 
 
 def check_drafters_fit_target(config: Config) -> Any:
-    """Refuse drafters whose vocabulary differs from the target's, with a ConfigError. Returns the target's tokenizer,
+    """Refuse drafters with another vocabulary than the target's, with a ConfigError. Returns the target's tokenizer,
     or None if the model directory has none (prompts must be token ids then)."""
     target = load_target_config(config)
     if config.mode is not ModeName.plain:

@@ -1,6 +1,6 @@
 """Texts that end outputs: the token that completes one, and the cut of the text.
 
-An output ends at its first token whose characters contain the end of a stop text. That is a function of the output's
+An output ends at the first token that contains the end of a stop text. That is a function of the output's
 tokens alone, so it does not depend on how many of them arrive together.
 """
 

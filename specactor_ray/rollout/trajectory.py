@@ -139,12 +139,6 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
     )
 
 
-def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
-    """Draft method → `[drafted, accepted]`: numbers of verified and of right draft tokens."""
-    total = RequestStats.total(trajectory.stats for trajectory in trajectories)
-    return {method: list(pair) for method, pair in total.by_method.items()}
-
-
 @dataclass
 class RolloutMetrics(StepMetrics):
     """Sums over all verifiers."""

@@ -69,7 +69,7 @@ class VerifierLink:
     """Calls that hand over requests → (request, attempt)."""
 
     def unconfirmed(self) -> list[str]:
-        """Requests whose arrival is not confirmed."""
+        """Requests without a confirmed arrival."""
         calls = [call for call in self.submits if not call.poll() or call.error is not None]
         return [request_id for call in calls for request_id, _ in self.submits[call]]
 
@@ -95,7 +95,7 @@ class Verifiers:
         self._known: int | None = None
         """Version of the latest view."""
         self._notices: list[Call] = []
-        """Calls whose answers are not awaited."""
+        """Calls with answers that are not awaited."""
         self.begin()
 
     def begin(self) -> None:
@@ -127,7 +127,7 @@ class Verifiers:
         if now - self._controller_seen > self._timeout_s:
             _give_up(f"the controller of the run has not answered for {self._timeout_s:.0f} s", unfinished)
         if now - self._verifier_seen > self._timeout_s:
-            _give_up(f"no verifier for {self._timeout_s:.0f} s (the controller's log says why)", unfinished)
+            _give_up(f"no verifier for {self._timeout_s:.0f} s (the controller's log has the reason)", unfinished)
         return gone
 
     def _take_view(self, view: ClusterView) -> list[tuple[VerifierLink, Departure | None]]:
@@ -198,7 +198,7 @@ class Verifiers:
         self._calls.wait(calls, 0.0)
 
     def failed_submits(self) -> Iterator[tuple[VerifierLink, list[tuple[str, int]]]]:
-        """Requests and attempts whose arrival is unknown; their verifier is reported. Those of a verifier that is gone
+        """Requests and attempts of unknown arrival; their verifier is reported. Those of a verifier that is gone
         stay with it until the view drops it."""
         for link in self.links.values():
             for call in [call for call in link.submits if call.done and not isinstance(call.error, ActorLostError)]:

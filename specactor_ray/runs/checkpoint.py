@@ -93,7 +93,7 @@ class CheckpointStore:
         return sorted(found, key=_step)
 
     def newest_sound(self) -> tuple[Path, TrainState] | None:
-        """The newest checkpoint whose files are complete and unchanged; corrupt ones are logged by name."""
+        """The newest checkpoint with complete and unchanged files; corrupt ones are logged by name."""
         for path in reversed(self.all()):
             problem = find_damage(path)
             if problem is None:

@@ -39,7 +39,7 @@ _SAME = (
     "data.split_special_tokens",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
 )
-"""Keys whose values determine the outputs."""
+"""Keys that determine the outputs."""
 _REASONS = ("stop", "length", "abort", "error")
 _KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"

@@ -26,7 +26,7 @@ MAX_LOGIT = 1e30
 GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy, as in vLLM: logits divided by less exceed the noise anyway."""
 MASS_UNIT = 2.0**42
-"""Units of top-p: probabilities are whole numbers of exp((logit - max) / T) / 2^42, whose sums do not depend on the
+"""Units of top-p: probabilities are whole numbers of exp((logit - max) / T) / 2^42; their sums do not depend on the
 order, so that all forms agree on the cut. A sum fits into 64 bits for up to 2^21 tokens."""
 
 MAX_POSITION = 2**32 - 1
@@ -245,7 +245,7 @@ def _mass_block(x: Any, start: Any, n: Any, m: Any, temperature: Any, out: Any) 
 
 @_jit
 def top_p_cut(x: Any, m: Any, temperature: Any, top_p: Any, cut_value: Any, cut_id: Any) -> Any:
-    """(value, id) of the last token kept: the first ones of the order whose predecessors hold less than top_p.
+    """(value, id) of the last token kept: the first ones of the order after predecessors that hold less than top_p.
 
     Only tokens up to (cut_value, cut_id) count, and their mass is the whole (top-k first, then renormalise).
     """

@@ -36,7 +36,7 @@ class Rules:
         self.any_filtered = False
         """Whether top-k or top-p may leave out tokens of some slot; a call on the device then has one more kernel."""
         self.tops = np.zeros(slots, np.int32)
-        """int32 `(slots,)`: number of most probable tokens whose log-probabilities are requested."""
+        """int32 `(slots,)`: number of most probable tokens with requested log-probabilities."""
         self.any_tops = False
         self._device = device
         self._words: torch.Tensor | None = None

@@ -238,7 +238,7 @@ class ChatForm(OpenAIForm):
         end = service.tokenizer.decode(prompts[0][-_END:]) if self.until else ""
         self._in_thought = opens_thought(end)
         self._begun = set[int]()
-        """Numbers of the choices whose text has begun."""
+        """Numbers of the choices with text that has begun."""
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         answer = super().whole(parts)

@@ -116,7 +116,7 @@ def as_json(value: Any) -> bytes:
 
 
 class JsonRequest(Request):
-    """A request whose body is UTF-8 and has no half of a surrogate pair, so that each of its texts can be encoded."""
+    """A request with a body in UTF-8 without half a surrogate pair, so that each of its texts can be encoded."""
 
     async def json(self) -> Any:
         """Value of the body. Raises Refusal for text that cannot be encoded, JSONDecodeError for what is not JSON."""

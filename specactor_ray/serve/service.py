@@ -1,4 +1,4 @@
-"""Shared parts of all dialects: rollout, tokenizer, seeds, limits, metrics, aborts of requests whose client leaves."""
+"""Shared parts of all dialects: rollout, tokenizer, seeds, limits, metrics, aborts of requests that clients leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specactor_ray.core.errors import InputError, SpecActorError
-from specactor_ray.core.metrics import Kind
+from specactor_ray.core.metrics import METRICS
 from specactor_ray.rollout.control import Control
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
@@ -95,8 +95,8 @@ class ServerMetrics:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for row in self._service.rollout.metric_rows():
             if row.name not in families:
-                family = CounterMetricFamily if row.kind is Kind.COUNTER else GaugeMetricFamily
-                families[row.name] = family(row.name, row.help, labels=list(row.labels))
+                family = CounterMetricFamily if row.is_counter else GaugeMetricFamily
+                families[row.name] = family(row.name, METRICS[row.name].help, labels=list(row.labels))
             families[row.name].add_metric(list(row.labels.values()), row.value)
         yield from families.values()
 

@@ -156,7 +156,7 @@ async def server_info(service: Serving) -> dict[str, Any]:
 async def health_generate(service: Serving) -> dict[str, str]:
     """Some verifier serves, by the controller's health checks."""
     if not (await service.view()).verifiers:
-        raise Refusal("no verifier serves; the controller's log says why", 503)
+        raise Refusal("no verifier serves; the controller's log has the reason", 503)
     return {"status": "ok"}
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 _CACHED = 1 << 17
-"""Number of tokens whose bytes are cached."""
+"""Number of tokens with cached bytes."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE, _WORD = "\u2581", re.compile("\u2581[a-zA-Z]")
 _ANCHOR = "a"
-"""Text before a token whose encoding is not known."""
+"""Text before a token of unknown encoding."""
 
 
 class Vocabulary:

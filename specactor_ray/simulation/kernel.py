@@ -33,7 +33,7 @@ class SimulationError(Exception):
 
 @dataclass(eq=False)
 class Process:
-    """A simulated process, whose tasks stop, slow down and end together."""
+    """A simulated process; its tasks stop, slow down and end together."""
 
     name: str
     offset_s: float = 0.0
@@ -90,7 +90,7 @@ class Kernel:
         self._running: Fiber | None = None
         self._alive: dict[Fiber, None] = {}
         self._idle: list[greenlet] = []
-        """Coroutines whose task has ended."""
+        """Coroutines of tasks that have ended."""
         self._dead: list[Fiber] = []
         """Tasks of killed processes, kept so that none of their `finally` blocks runs during the simulation."""
 

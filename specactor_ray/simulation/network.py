@@ -185,7 +185,7 @@ class Network:
         start_s: float,
         concurrency: int = _CONCURRENCY,
     ) -> VirtualActor:
-        """Start a process whose actor is made after `start_s` seconds."""
+        """Start a process with an actor that is made after `start_s` seconds."""
         process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
         actor = VirtualActor(name, node, process, concurrency=concurrency)
         self.actors.append(actor)

@@ -41,7 +41,7 @@ class Experience:
     rewards: list[float] = field(default_factory=list)
     """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
     dull_groups: int = 0
-    """Number of groups whose rewards are all equal, before or after the overlong punishment."""
+    """Number of groups with equal rewards, before or after the overlong punishment."""
     groups: int = 0
     """Number of all groups."""
     rounds: int = 1

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Outcome = tuple[Any, str]
 """Result of a function, or None and the reason if there is none."""
 _ATTEMPTS = 3
-"""Number of tries of a request whose process dies."""
+"""Number of tries of a request when its process dies."""
 _GRACE_S = 5.0
 """Seconds beyond `Work.timeout_s` after which a process is killed."""
 _START_S = 60.0

@@ -146,7 +146,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counters of one request over all its attempts: of every step whose tokens the rollout received.
+    """Counters of one request over all its attempts: of every step with tokens that the rollout received.
 
     Each step commits its right draft tokens and one token of the target, up to an end of the output. So with `n` output
     tokens `n + discarded` is `steps + accepted`, or less where an accepted token ended the output."""

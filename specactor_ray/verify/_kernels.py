@@ -41,17 +41,17 @@ class Committed(NamedTuple):
 
 
 @_jit
-def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
-    """Output tokens after the first `told` of each row, which is updated: int32 lengths, and all tokens."""
+def unsent(rows: Any, sent: Any, committed: Any, output: Any) -> Any:
+    """Output tokens after the first `sent` of each row, which is updated: int32 lengths, and all tokens."""
     lengths, end = np.empty(len(rows), np.int32), 0
     for i in range(len(rows)):
-        lengths[i] = committed[rows[i]] - told[rows[i]]
+        lengths[i] = committed[rows[i]] - sent[rows[i]]
     tokens = np.empty(lengths.sum(), np.int32)
     for row in rows:
-        for k in range(told[row], committed[row]):
+        for k in range(sent[row], committed[row]):
             tokens[end] = output[row, k]
             end += 1
-        told[row] = committed[row]
+        sent[row] = committed[row]
     return lengths, tokens
 
 

@@ -75,11 +75,11 @@ class DrafterSeat(Drafter):
 
     def end(self, row: int, finished: bool) -> None:
         """Close a request that leaves its row, opened or not: the drafter may keep a place for it."""
-        table, told = self._table, int(self._table.told[self.number, row])
-        finished = finished and told >= 0
-        generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
+        table, sent = self._table, int(self._table.sent[self.number, row])
+        finished = finished and sent >= 0
+        generation, tokens = int(table.generation[row]), table.output[row, sent : table.committed[row]]
         if finished and self.spec.traits.keeps_history and len(tokens):
-            self._last.append((row, generation, told, tokens.copy()))
+            self._last.append((row, generation, sent, tokens.copy()))
         self._closed[row, generation] = finished
 
     def forget(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -87,16 +87,16 @@ class DrafterSeat(Drafter):
         table, number = self._table, self.number
         for row, generation in handles:
             if row < len(table.generation) and table.generation[row] == generation and table.assigned[number, row]:
-                table.told[number, row] = -1
+                table.sent[number, row] = -1
 
     def news(self, verifier_id: str) -> CommitBatch | None:
         """The batch of unsent data, which counts as sent from now on. None if there is none after the first batch."""
         table, number = self._table, self.number
-        told, mine = table.told[number], np.flatnonzero(table.assigned[number]).astype(np.int32)
-        begun = told[mine] >= 0
+        sent, mine = table.sent[number], np.flatnonzero(table.assigned[number]).astype(np.int32)
+        begun = sent[mine] >= 0
         opened = tuple(map(self._opening, mine[~begun].tolist()))
         states = self._unsent_states(mine)
-        fresh = told[mine] < table.committed[mine]
+        fresh = sent[mine] < table.committed[mine]
         if states is not None:  # those without new tokens come with a commit of none
             fresh |= np.isin(mine, states.rows)
         rows = mine[begun & fresh]
@@ -105,8 +105,8 @@ class DrafterSeat(Drafter):
         if self._begun and not (opened or closed or len(rows)):
             return None
         self._begun = True
-        starts, generations = told[rows], table.generation[rows]
-        lengths, tokens = table.untold(number, rows)
+        starts, generations = sent[rows], table.generation[rows]
+        lengths, tokens = table.unsent(number, rows)
         if last:
             ended = np.array([(*one[:3], len(one[3])) for one in last], np.int32).T
             pairs = zip(ended, (rows, generations, starts, lengths), strict=True)
@@ -118,7 +118,7 @@ class DrafterSeat(Drafter):
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]
         committed = int(table.committed[row])
-        table.told[self.number, row], table.base[self.number, row] = committed, -1
+        table.sent[self.number, row], table.base[self.number, row] = committed, -1
         table.streamed[self.number, row] = 0
         output = tuple(table.output[row, :committed].tolist())
         handle = row, int(table.generation[row]), request.request_id
@@ -271,4 +271,4 @@ def warm_up() -> None:
     for message in arriving.drain():
         table.take(0, message)
     table.commit(Committed(rows, zero + 1, zero, *policy.choose(rows), zero), acceptance)
-    table.untold(0, rows)
+    table.unsent(0, rows)

@@ -28,7 +28,7 @@ from specactor_ray.verify.requests import Requests
 logger = logging.getLogger(__name__)
 
 _NO_VERSION = -1
-"""Version of an engine whose load of weights failed: no request has it, and every version is newer."""
+"""Version of an engine after a failed load of weights: no request has it, and every version is newer."""
 
 
 class VerifyLoop(Loop):

@@ -43,7 +43,7 @@ class StepMetrics:
     refuted_tails: int = 0
     """Tails that committed tokens refuted, on arrival or at a commit."""
     rescued_tails: int = 0
-    """Tails in whose place, when they were refuted or used up, a branch is verified."""
+    """Tails that a branch replaces in verification when they were refuted or used up."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     waiting_s: float = 0.0

@@ -168,7 +168,7 @@ class DraftPolicy:
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
-        behind = table.committed[rows] - table.told.take(rows, axis=1) > table.window
+        behind = table.committed[rows] - table.sent.take(rows, axis=1) > table.window
         hurdle = 1.0 + _RETURN_GAIN * float(behind[longest > 0].mean())
         tails = (self._probability(rows), supply, np.maximum(longest, supply), self._room(rows))
         rounds: int = _kernels.best_rounds(*tails, curve, token_s, most, hurdle)

@@ -20,7 +20,7 @@ REVISE_EVERY = 16
 SWITCH_GAIN = 0.15
 """Least predicted gain in speed for a change of the method."""
 SWITCH_SHARE = 8
-"""One in so many requests changes its method in one revision, so that the new method is measured on them."""
+"""One of this number of requests changes its method in a revision, so that the new method is measured on them."""
 
 
 class Places:

@@ -17,7 +17,7 @@ from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
 _REMEMBERED = 65_536
-"""Number of newest requests whose attempts are kept: many more than are submitted while a message is in flight."""
+"""Number of newest requests that keep their attempts: many more than are submitted while a message is in flight."""
 
 
 class Requests:

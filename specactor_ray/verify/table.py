@@ -78,8 +78,8 @@ class RequestTable:
 
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
       and bool `begun`: it has been in a step, so drafters may be assigned;
-    - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
-      `streamed`: sequence positions whose hidden states were sent;
+    - by seat and row: bool `assigned`; `sent`: committed tokens sent to the drafter, -1: the request is not open there;
+      `streamed`: sequence positions with hidden states that were sent;
       `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
       the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
     - by method and row, so that it outlasts a change of the drafter: `evidence`, float64 hits and tries of draft
@@ -96,7 +96,7 @@ class RequestTable:
         self.generation, self.committed, self.limit = np.zeros((3, rows), np.int32)
         self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
-        self.told, self.base, self.streamed = np.zeros((3, seats, rows), np.int32)
+        self.sent, self.base, self.streamed = np.zeros((3, seats, rows), np.int32)
         self.length = np.zeros((seats, rows, 1 + branches), np.int32)
         self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
@@ -152,7 +152,7 @@ class RequestTable:
     def assign(self, seat: int, row: int) -> None:
         """Assign the request to the drafter."""
         self.assigned[seat, row], self.length[seat, row] = True, 0
-        self.told[seat, row] = self.base[seat, row] = -1
+        self.sent[seat, row] = self.base[seat, row] = -1
 
     def release(self, seat: int, row: int) -> None:
         """End the assignment of the request to the drafter."""
@@ -170,10 +170,10 @@ class RequestTable:
         self._fit(int((start + step.counts).max(initial=0)))
         _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
-    def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def unsent(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Committed tokens that count as sent to the drafter from now on: lengths by row, and all tokens."""
         lengths: np.ndarray
-        lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
+        lengths, tokens = _kernels.unsent(np.asarray(rows, np.int32), self.sent[seat], self.committed, self.output)
         return lengths, tokens
 
     def _fit(self, tokens: int) -> None:
@@ -185,7 +185,7 @@ class RequestTable:
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 # Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
 _BY_ROW = ("generation", "committed", "begun", "limit", "output")
-_BY_SEAT = ("assigned", "told", "base", "streamed", "tail", "length")
+_BY_SEAT = ("assigned", "sent", "base", "streamed", "tail", "length")
 _BY_METHOD = ("evidence",)
 _RESET = ("generation", "begun", "assigned", *_BY_METHOD)
 """Arrays that are 0 in the row of a new request."""

@@ -12,7 +12,8 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config import load_config
 from specactor_ray.rollout.prompts import read_prompts
-from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.transport.messages import RequestStats
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -75,5 +76,5 @@ def test_all_modes_are_identical(plain: list[Trajectory], mode: str) -> None:
     assert_same(plain, done)
     assert metrics["drafted_tokens"] > 0
     if mode == "coupled":  # the target as its own drafter, with the target's noise, is right but for near-ties
-        drafted, accepted = drafted_by_method(done)["draft_model"]
+        drafted, accepted = RequestStats.total(one.stats for one in done).by_method["draft_model"]
         assert accepted > 0.9 * drafted > 0

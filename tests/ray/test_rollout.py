@@ -21,7 +21,8 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
-from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.transport.messages import RequestStats
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
@@ -138,7 +139,7 @@ def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
         while drafted != methods and time.monotonic() < end:  # one that starts late, or whose step is long, comes later
             done = generate(rollout, 1.0)
             assert tokens_of(done) == plain[1.0]
-            drafted |= drafted_by_method(done).keys()
+            drafted |= RequestStats.total(one.stats for one in done).by_method.keys()
         assert drafted == methods and rollout.metrics().accepted_tokens > 0
 
 

@@ -77,13 +77,13 @@ def test_models_that_have_much_to_read_must_promise_more() -> None:
     """Such as after a suspension, in which they are told nothing."""
     bench = Bench(replace(MODEL, token_s=0.0375), rows=2)
     rows = bench.rows.tolist()
-    bench.table.told[0, rows] = 0
+    bench.table.sent[0, rows] = 0
     assert bench.rounds == 1, "it gains less than a twentieth"
     commit(bench.table, bench.acceptance, {row: [1] * (WINDOW + 1) for row in rows})
     assert bench.rounds == 0
-    bench.table.told[0, rows] = bench.table.committed[rows]
+    bench.table.sent[0, rows] = bench.table.committed[rows]
     assert bench.rounds == 1
-    bench.table.told[0, rows] = -1
+    bench.table.sent[0, rows] = -1
     bench.drafters[0].token_s = 0.01
     assert bench.rounds > 1, "it gains more"
 

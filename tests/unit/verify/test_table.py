@@ -210,10 +210,10 @@ class Pair:
         mine = {row: known for row, known in self.naive.rows.items() if seat in known.held}
         for row, known in mine.items():
             if known.held[seat].told < 0:  # by an open, which holds everything so far
-                known.held[seat].told = self.table.told[seat, row] = len(known.output)
+                known.held[seat].told = self.table.sent[seat, row] = len(known.output)
         rows = self.rng.sample(list(mine), self.rng.randint(0, len(mine)))
         news = [mine[row].output[mine[row].held[seat].told :] for row in rows]
-        lengths, tokens = self.table.untold(seat, rows)
+        lengths, tokens = self.table.unsent(seat, rows)
         assert lengths.tolist() == list(map(len, news))
         assert tokens.tolist() == [token for new in news for token in new]
         for row in rows:
@@ -231,7 +231,7 @@ class Pair:
                 pairs = zip(table.tail[seat, row].tolist(), lengths, strict=True)
                 assert lengths == [*map(len, held.tails), *[0] * (1 + BRANCHES - len(held.tails))]
                 tails = [tuple(tail[:length]) for tail, length in pairs if length]
-                assert Held(tails, table.base[seat, row], table.told[seat, row]) == held
+                assert Held(tails, table.base[seat, row], table.sent[seat, row]) == held
             for method in range(METHODS):
                 for place, name in enumerate(EVIDENCE):
                     assert table.evidence[place, method, row] == known.evidence[method][name]
