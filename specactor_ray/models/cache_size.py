@@ -25,9 +25,13 @@ _BLOCK = 256
 _SHARE_OF_GPU = 0.92
 """Usable share of a GPU's memory, as in vLLM: the rest is for the driver and other processes."""
 _GPU_FIXED = 2 * GIB
-"""Bytes of context, kernels, vLLM's captured graphs and the workspaces of attention and collectives."""
+"""Bytes of context, kernels and the workspaces of attention and collectives."""
 _KERNELS, _KERNEL_BYTES = 40, 4096
 """Kernels of a layer in a captured step of `hf` or a drafter, and bytes of one on the GPU."""
+_SPLITS = 32
+"""Parts into which FlashAttention 3 splits the keys of a captured position in vLLM; each has a float32 result."""
+_VLLM_GRAPHS = 160 * 2**20
+"""Bytes of vLLM's graphs: at most 80 sizes, each in one graph and in those of its layers, at its own least figure."""
 _MOST_ON_CPU, _MOST_OF_A_DRAFTER = 1 * GIB, GIB // 2
 _DRAFTERS_SHARE_OF_GPU = 0.1
 _UNKNOWN_CONTEXT = 4096
@@ -58,9 +62,12 @@ def itemsize_of(target: TargetConfig) -> int:
 def token_bytes(text: Any, itemsize: int, ranks: int = 1, row: int = 1) -> int:
     """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: a head's
     numbers begin at multiples of these bytes. An upper bound where layers keep less."""
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
-    return 2 * int(text.num_hidden_layers) * heads * padded(int(head_dim) * itemsize, row)
+    return 2 * int(text.num_hidden_layers) * heads * padded(_head_dim(text) * itemsize, row)
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def cached_token_bytes(target: TargetConfig, text: Any) -> int:
@@ -110,13 +117,14 @@ def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> floa
 
 def beside_the_cache(target: TargetConfig) -> float:
     """Bytes of a rank on a GPU beside its cache: weights, logits (as computed and in float32) and activations of the
-    largest step, captured steps, hidden states that drafters read on their way, and a part that does not depend on
-    the model."""
+    largest step, captured steps, tables of vLLM, hidden states that drafters read on their way, and a part that does
+    not depend on the model."""
     (size, text), tokens = count_parameters(target.model, target.trust_remote_code), target.max_step_tokens
     itemsize, states = itemsize_of(target), (tokens + 2 * STATES_UNDER_WAY) * _state_bytes(target, text)
-    captured = captured_bytes(text, itemsize, target.max_batch, tokens, tokens) if target.backend == "hf" else 0.0
+    of_hf = text, itemsize, target.max_batch, tokens, tokens
+    own = captured_bytes(*of_hf) if target.backend == "hf" else _runner_of_vllm(target, text, itemsize)
     step = _step_bytes(text, itemsize, tokens, tokens)
-    return size * itemsize / target.tensor_parallel + step + captured + states + _GPU_FIXED
+    return size * itemsize / target.tensor_parallel + step + own + states + _GPU_FIXED
 
 
 def captured_bytes(text: Any, itemsize: int, rows: int, tokens: int, logits: int) -> float:
@@ -135,6 +143,19 @@ def _step_bytes(text: Any, itemsize: int, positions: int, logits: int) -> int:
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     return logits * int(text.vocab_size) * (itemsize + 4) + positions * (8 * hidden + 2 * inner) * itemsize
+
+
+def _runner_of_vllm(target: TargetConfig, text: Any, itemsize: int) -> float:
+    """Bytes of the tables of vLLM's model runner: counts of each request's output tokens, a bit for each token of its
+    prompt, and its tokens; and of graphs: activations and partial results of FlashAttention 3, of at most the positions
+    of a step."""
+    vocab, length = int(text.vocab_size), target.max_model_len or context_of(text) or _UNKNOWN_CONTEXT
+    tables, positions = target.max_batch * (4 * vocab + 4 * -(-vocab // 32) + 4 * length), target.max_step_tokens
+    if not target.compiled:
+        return tables
+    heads, splits = -(-int(text.num_attention_heads) // target.tensor_parallel), _SPLITS * (not target.batch_invariant)
+    parts = splits * heads * (_head_dim(text) + 1) * 4
+    return tables + _step_bytes(text, itemsize, positions, 0) + positions * parts + _VLLM_GRAPHS
 
 
 def room_here(target: TargetConfig, hosted: float = 0.0) -> float:

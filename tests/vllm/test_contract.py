@@ -24,6 +24,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.upstream import VLLM
+from specactor_ray.models import cache_size
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.target.vllm_settings import (
     LONGEST_WARM_UP,
@@ -282,6 +283,34 @@ def graphs_of(monkeypatch: pytest.MonkeyPatch, *, varlen: bool, given: Mapping[s
     graphs = cudagraph_utils.ModelCudaGraphManager(config, torch.device("cpu"), mode, 9, varlen_decode=varlen)
     graphs._graphs_captured = True
     return graphs
+
+
+def test_the_memory_plan_has_the_tables_and_graphs_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import SpeculativeConfig
+    from vllm.config.attention import AttentionConfig
+    from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.cudagraph_utils import _MIN_PER_GRAPH_BYTES
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+    from vllm.v1.worker.gpu.states import RequestState
+
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", UvaBuffer)
+    target = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", max_model_len=128, compiled=False)
+    _, text = cache_size.count_parameters(target.model)
+    sizes = {"max_num_reqs": target.max_batch, "vocab_size": text.vocab_size, "device": torch.device("cpu")}
+    limits = {"max_model_len": 128, "max_num_batched_tokens": 512, "num_speculative_steps": 3}
+    tokens = RequestState(**sizes, **limits, use_dense_all_token_ids=True).all_token_ids.gpu
+    penalties = PenaltiesState(None, SimpleNamespace(**sizes))
+    tables = sum(one.nbytes for one in (tokens, penalties.output_bin_counts, penalties.prompt_bin_mask))
+    monkeypatch.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
+    own = cache_size.beside_the_cache(replace(target, backend="hf"))
+    assert cache_size.beside_the_cache(target) - own == tables
+    assert AttentionConfig.flash_attn_max_num_splits_for_cuda_graph == cache_size._SPLITS
+    graphs = sum(map(len, graphs_of(monkeypatch, varlen=True)._capture_descs.values()))
+    assert graphs * _MIN_PER_GRAPH_BYTES <= cache_size._VLLM_GRAPHS
+    assert "use_ngram()" in inspect.getsource(GPUModelRunner.__init__)
+    assert SpeculativeConfig.use_ngram(SimpleNamespace(method="ngram_gpu")), "tokens of requests are on the GPU"
 
 
 @pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])

@@ -77,6 +77,7 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch, **target: Any) -> dict[str, An
 def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not vLLM's 92%, of which nothing would be left for another verifier or a drafter."""
     monkeypatch.setattr(cache_size, "_GPU_FIXED", 0)
+    monkeypatch.setattr(cache_size, "_VLLM_GRAPHS", 0)
     arguments = arguments_of(monkeypatch, gpus=1, kv_cache_gb=20.0)
     assert 0.25 < arguments["gpu_memory_utilization"] < 0.251
     assert arguments["kv_cache_memory_bytes"] == 20 * GIB
