@@ -23,7 +23,7 @@ TINY_CHECK = Settings(
     target=SHAPE,
     target_prompt=20,
     target_tokens=16,
-    rounds=2,
+    rounds=1,
     drafter=SHAPE,
     drafting_prompt=8,
 )

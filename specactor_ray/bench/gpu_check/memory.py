@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Iterable
@@ -24,7 +25,9 @@ from specactor_ray.target.base import TargetEngine
 def measure_sleep(stage: Stage) -> None:
     """Fill a point for `hf`, and for `vllm` if it is installed: GiB that all processes use on the GPU while the engine
     is awake and asleep, seconds to sleep and wake, and ms of a decode step before and afterwards."""
-    measure_engine(stage, "hf", hf_engine(stage.settings, target_model(stage.settings)))
+    with contextlib.closing(hf_engine(stage.settings, target_model(stage.settings))) as engine:
+        measure_engine(stage, "hf", engine)
+    stage.free()
     if find_spec("vllm"):
         with model_folder(stage.settings) as model:
             stage.apart(sleep_of_vllm, model)

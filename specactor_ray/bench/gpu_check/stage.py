@@ -142,7 +142,11 @@ class Stage:
         status = "failed" if self.entry["error"] else "partial" if self.entry["not_measured"] else "complete"
         self.entry |= {"status": status, "seconds": self.now() - begin}
         self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {self.entry['error']}".rstrip())
-        gc.collect()  # frees what the next stage has no use for
+        self.free()
+
+    def free(self) -> None:
+        """Return the memory of dropped models to the device."""
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
