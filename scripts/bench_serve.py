@@ -31,8 +31,7 @@ from typing import Annotated, Any
 import aiohttp
 import typer
 
-from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
-from specactor_ray.cli.options import parse_numbers
+from specactor_ray.bench.micro import JsonFile, Point, parse_numbers, run_script, show_points
 from specactor_ray.core.errors import EXIT_FAILED, InputError, SpecActorError
 from specactor_ray.models.builtin import builtin_dir
 from specactor_ray.rollout.prompts import read_prompts
@@ -162,7 +161,7 @@ def main(
     rounds: int = 2,
     json_file: JsonFile = None,
 ) -> None:
-    names, sizes = servers.split(","), parse_numbers("--concurrency", concurrency)
+    names, sizes = servers.split(","), parse_numbers("--concurrency", concurrency, int, 1)
     if unknown := [name for name in names if name not in SERVERS]:
         raise InputError(f"--servers: {unknown[0]!r} is not one of {', '.join(SERVERS)}")
     measured: dict[tuple[int, str], list[Point]] = {(size, name): [] for size in sizes for name in names}

@@ -72,14 +72,13 @@ class Demo:
         say(self.console, f"{self.seconds:5.1f} s  {text}")
 
 
-def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
-    """Measure, train unless `training` is off, and write the report, which is returned. An interruption ends it in
+def run_demo(demo: Demo) -> dict[str, Any]:
+    """Measure, train, and write the report, which is returned. An interruption ends it in
     order. Raises SpecActorError for a failure before the first figure; later ones give the status `failed`."""
     try:
         with sigterm_interrupts():
-            _measure_speed(demo, 60.0 * demo.minutes * (_SPEED_SHARE if training else 1.0))
-            if training:
-                _train(demo)
+            _measure_speed(demo, 60.0 * demo.minutes * _SPEED_SHARE)
+            _train(demo)
     except KeyboardInterrupt as error:
         demo.status = "interrupted"
         demo.say(f"{interruption(error)}: what was measured until now follows")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
 
 from specactor_ray.core.console import make_console, make_table, show_error
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError, clipped
 from specactor_ray.core.files import write_json
 from specactor_ray.core.signals import sigterm_interrupts
+
+N = TypeVar("N", int, float)
 
 
 def run_script(command: Callable[..., Any]) -> None:
@@ -24,6 +27,19 @@ def run_script(command: Callable[..., Any]) -> None:
     except SpecActorError as error:
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+
+
+def parse_numbers(option: str, text: str, kind: Callable[[str], N], least: float, most: float = math.inf) -> list[N]:
+    """The different numbers of a comma-separated list. InputError: it has another form, or one is out of range."""
+    try:
+        found = list(dict.fromkeys(map(kind, text.split(","))))
+    except ValueError:
+        found = []
+    if not found or not all(least <= value <= most and value < math.inf for value in found):
+        limits = f"from {least} to {most}" if most < math.inf else f"of {least} or more"
+        what = f"no list of {'whole ' * (kind is int)}numbers {limits}"
+        raise InputError(f"{option}: {clipped(text)} is {what}; separate them by commas, such as 1,4")
+    return found
 
 
 def refuse_existing(path: Path | None, option: str) -> None:

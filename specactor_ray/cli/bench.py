@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specactor_ray.bench.micro import parse_numbers
 from specactor_ray.cli.options import (
     ConfigFile,
     Overrides,
     finish,
     load_settings,
-    parse_numbers,
     planned_side_by_side,
     split_items,
 )
@@ -62,11 +61,12 @@ def bench_rollout(
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
     settings, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
     chosen = parse_modes(modes)
-    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
+    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
     settings = planned_side_by_side(settings, progress)
     from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
 
-    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
+    heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
+    workloads = plan_workloads(settings, prompts or (), heats)
     report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
     _show(report)
     finish(report["status"], all_identical(report))
@@ -98,17 +98,3 @@ def parse_modes(text: str) -> list[BenchMode]:
     if unknown:
         raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(BenchMode.__members__)}")
     return [BenchMode[name] for name in names]
-
-
-def parse_temperatures(text: str | None) -> list[float]:
-    """`0,1` → the numbers; empty for None. Raises InputError for an item that is not a number of 0 or more."""
-    numbers = []
-    for item in split_items(text or ""):
-        try:
-            number = float(item)
-        except ValueError:
-            number = -1.0
-        if not 0.0 <= number < math.inf:
-            raise InputError(f"--temperatures: {item!r} is not a temperature; give numbers of 0 or more: 0,1")
-        numbers.append(number)
-    return list(dict.fromkeys(numbers))

@@ -23,7 +23,6 @@ def demo(
     minutes: Annotated[
         float, typer.Option(help="About how long it may take; two rounds and two steps at least.")
     ] = 3.0,
-    skip_training: Annotated[bool, typer.Option("--skip-training", help="Only plain and auto side by side.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="New folder for the report. Default: runs/demo-...", show_default=False)
     ] = None,
@@ -45,7 +44,7 @@ def demo(
     from specactor_ray.cluster.names import new_run_name
 
     folder = output or Path("runs") / f"demo-{new_run_name()}"
-    report = run_demo(Demo(model, minutes, folder.absolute(), progress), training=not skip_training)
+    report = run_demo(Demo(model, minutes, folder.absolute(), progress))
     console = make_console()
     console.print(demo_table(report))
     say(console, verdict(report["speed"]))

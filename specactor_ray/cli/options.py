@@ -66,15 +66,6 @@ def split_items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",")] if text else []
 
 
-def parse_numbers(option: str, text: str) -> list[int]:
-    """`1,4,16` → the numbers, each once. Raises InputError for an item that is not a whole number of 1 or more."""
-    items = split_items(text) or [""]
-    bad = [item for item in items if not item.isdecimal() or int(item) < 1]
-    if bad:
-        raise InputError(f"{option}: {bad[0]!r} is no whole number of 1 or more; give some, such as 1,4,16")
-    return list(dict.fromkeys(int(item) for item in items))
-
-
 def planned_side_by_side(settings: Config, console: Console) -> Config:
     """The configuration for a comparison of modes on the same cores. With a profile `mode: auto` is resolved for
     `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `resolve_by_profile`."""

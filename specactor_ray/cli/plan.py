@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers
+from specactor_ray.bench.micro import parse_numbers
+from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.files import to_json
 
@@ -37,8 +38,8 @@ def profile(
     """
     settings, progress = load_settings(config_file, overrides)
     options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
-    sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
-    device_counts = None if devices is None else parse_numbers("--devices", devices)
+    sizes, drafted, lengths = (parse_numbers(option, text, int, 1) for option, text in options.items())
+    device_counts = None if devices is None else parse_numbers("--devices", devices, int, 1)
     from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
 
     axes = parse_axes(sizes, drafted, lengths, repeats)

@@ -11,20 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from specactor_ray.bench.gpu_check import drafting, flips, hardware, memory, target, vllm
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
-from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
+from specactor_ray.bench.micro import cell, parse_numbers, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import EXIT_FAILED, ConfigError, InputError, clipped
 from specactor_ray.core.files import make_folder, write_json
 from specactor_ray.target.vllm_settings import require_vllm
-
-N = TypeVar("N", int, float)
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {
     "hardware": hardware.measure_hardware,
@@ -65,9 +63,9 @@ def gpu_check(
     if unknown := [name for name in chosen if name not in STAGES]:
         raise ConfigError("--stages", f"there is no stage {clipped(unknown[0])}.", f"choose from {', '.join(STAGES)}.")
     settings = Settings(
-        rows=_numbers("--rows", rows, int, 1, _MOST_ROWS),
-        drafts=_numbers("--drafts", drafts, int, 0, _MOST_DRAFTS),
-        accept=_numbers("--accept", accept, float, 0, 1),
+        rows=tuple(parse_numbers("--rows", rows, int, 1, _MOST_ROWS)),
+        drafts=tuple(parse_numbers("--drafts", drafts, int, 0, _MOST_DRAFTS)),
+        accept=tuple(parse_numbers("--accept", accept, float, 0, 1)),
     )
     if needing := [name for name in chosen if name in _NEED_VLLM]:
         _require_vllm(needing[0])
@@ -82,18 +80,6 @@ def gpu_check(
     say(make_console(), f"written: {path}")
     if report["status"] == "failed":
         raise typer.Exit(EXIT_FAILED)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], N], least: int, most: int) -> tuple[N, ...]:
-    """The different numbers of a comma-separated list. ConfigError: it has another form, or one is out of range."""
-    try:
-        found = tuple(dict.fromkeys(map(kind, text.split(","))))
-    except ValueError:
-        found = ()
-    if not found or not all(least <= value <= most for value in found):
-        word = f"{'whole ' * (kind is int)}numbers from {least} to {most}"
-        raise ConfigError(option, f"{clipped(text)} is no list of {word}.", "separate them by commas, such as 0,1.")
-    return found
 
 
 def _require_vllm(stage: str) -> None:

@@ -84,7 +84,7 @@ def test_what_was_measured_before_an_end_is_reported(
         raise error
 
     monkeypatch.setattr(demo, "_measure_speed", measure)
-    report = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())), training=True)
+    report = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())))
     assert report["status"] == status and report["speed"]["identical"] == 3 and report["training"] is None
     assert json.loads((tmp_path / "out" / demo.REPORT_FILE).read_text())["status"] == status
 
