@@ -33,28 +33,28 @@ def verify(
     """`keyed.verify_arrays` with tensors on the device of the logits; nothing waits for the device.
 
     Args:
-        logits, offsets, tail_offsets, tails, positions, slots, rules, ranks: As there; a row of logits is contiguous.
+        logits, offsets, tail_offsets, tails, positions, slots, rules, ranks: As there; a row of logits is contiguous,
+            and each entry of `tails` behind the last draft costs the start of some programs.
         longest: Most drafts of a request, or more.
 
     Returns:
         The buffer of `keyed.Found`, with `longest + 1` columns of each kind.
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
+    most = min(n * width, n + len(tails))
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
     padded = max(_FEWEST_CHUNKS, 1 << (chunks - 1).bit_length())
-    scores = torch.empty(n * width, ranks, chunks, dtype=torch.float64, device=logits.device)
-    sums = torch.empty(n * width, 2, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(n * width, ranks, chunks, dtype=torch.int32, device=logits.device)
+    scores = torch.empty(most, ranks, chunks, dtype=torch.float64, device=logits.device)
+    sums = torch.empty(most, 2, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(most, ranks, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(n, 2 + (2 + ranks if ranks > 2 else 3) * width, dtype=torch.int64, device=logits.device)
     rows = (logits, logits.stride(0), vocab, offsets, tail_offsets, slots, positions, rules.words)
-    parts = (scores, sums, ids)
+    parts, sizes = (scores, sums, ids), (n, width, chunks)
     with torch.cuda.device_of(logits):
-        kernels.scan[n * width, chunks](*rows, *parts, width, chunks, RANKS=ranks, **kernels.SCAN)
+        kernels.scan[most, chunks](*rows, *parts, *sizes, RANKS=ranks, **kernels.SCAN)
         if rules.any_filtered:
-            kernels.filter_rows[(n * width,)](
-                *rows, *parts, width, chunks, CHUNKS=padded, RANKS=ranks, **kernels.FILTER
-            )
-        kernels.commit[(n,)](*rows, *parts, tails, out, width, chunks, CHUNKS=padded, RANKS=ranks, **kernels.COMMIT)
+            kernels.filter_rows[(most,)](*rows, *parts, *sizes, CHUNKS=padded, RANKS=ranks, **kernels.FILTER)
+        kernels.commit[(n,)](*rows, *parts, tails, out, *sizes, CHUNKS=padded, RANKS=ranks, **kernels.COMMIT)
     return out
 
 

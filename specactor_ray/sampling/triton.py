@@ -41,6 +41,7 @@ _ALL_NEG_INF, _TOO_LARGE = tl.constexpr(kernels.ERR_ALL_NEG_INF), tl.constexpr(k
 _MASS_UNIT = tl.constexpr(kernels.MASS_UNIT)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_SEARCHED = tl.constexpr(128)  # requests at once
 _LOWEST = tl.constexpr(-3e38)  # of y, where float32 overflows: finite logits stay candidates
 _SLACK_BITS = tl.constexpr(1e-3)  # of the bound, absolute: its roundings near the winner add up to less than 4e-5
 _SLACK_OF_DISTANCE = tl.constexpr(2.0**-20)  # and relative to the distance from the pivot: float32 has 24 bits
@@ -137,6 +138,21 @@ def _ranking(scores, tokens, RANKS: tl.constexpr):
 
 
 @triton.jit
+def _place(tail_offsets, requests, width, row):
+    """(request, index among its rows, its number of drafts) of a row. Those of r begin at r + tail_offsets[r]."""
+    request = row
+    if width > 1:
+        found = 0
+        for begin in range(0, requests, _SEARCHED):
+            r = begin + tl.arange(0, _SEARCHED)
+            first = r + tl.load(tail_offsets + r, mask=r < requests, other=0)
+            found += tl.sum(((first <= row) & (r < requests)).to(tl.int32))
+        request = found - 1
+    first = tl.load(tail_offsets + request).to(tl.int32)
+    return request, row - request - first, tl.load(tail_offsets + request + 1).to(tl.int32) - first
+
+
+@triton.jit
 def _rule(rules, slots, positions, request, j):
     """(seed's low word, its high word, output position, T, top_k, top_p) of a request's row j."""
     rule = rules + tl.load(slots + request).to(tl.int64) * _FIELDS
@@ -147,20 +163,20 @@ def _rule(rules, slots, positions, request, j):
     return seed.to(tl.uint32), (seed >> 32).to(tl.uint32), position.to(tl.uint32), temperature, tl.load(rule + 2), top_p
 
 
-@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
+@triton.jit(do_not_specialize=["requests", "width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def scan(
-    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, requests, width, chunks,
     BLOCK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests * width, chunks). Per row and chunk:
+    """Grid (rows, chunks): a row for each request and each draft, request by request. Per row and chunk:
 
     scores: (row, RANKS, chunk), the best scores (float64; the logits themselves of a greedy row).
     ids: (row, RANKS, chunk), their tokens.
     sums: (row, 2, chunk), the largest logit (NaN if there is one), and the sum of exp((x - it) / T).
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    request, j = row // width, row % width
-    if j <= tl.load(tail_offsets + request + 1) - tl.load(tail_offsets + request):
+    request, j, drafts = _place(tail_offsets, requests, width, row)
+    if j <= drafts:
         k0, k1, position, temperature, _, _ = _rule(rules, slots, positions, request, j)
         greedy = temperature < _GREEDY_BELOW
         temperature = tl.where(greedy, 1.0, temperature)
@@ -310,17 +326,17 @@ def _best_before(
     return best[0], ids[0]
 
 
-@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
+@triton.jit(do_not_specialize=["requests", "width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def filter_rows(
-    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, requests, width, chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests * width,). Replace the ranking of rows with top-k or top-p by that of the kept tokens."""
+    """Grid (rows,). Replace the ranking of rows with top-k or top-p by that of the kept tokens."""
     row = tl.program_id(0)
-    request, j = row // width, row % width
+    request, j, drafts = _place(tail_offsets, requests, width, row)
     k0, k1, position, temperature, top_k, top_p = _rule(rules, slots, positions, request, j)
     wanted = ((top_k > 0) | (top_p < 1.0)) & (temperature >= _GREEDY_BELOW)
-    if wanted & (j <= tl.load(tail_offsets + request + 1) - tl.load(tail_offsets + request)):
+    if wanted & (j <= drafts):
         status, top, _ = _top(sums, row, chunks, temperature, CHUNKS)
         if status == _OK:
             x_row = logits + (tl.load(offsets + request).to(tl.int64) + j) * stride
@@ -357,10 +373,10 @@ def filter_rows(
 # --- requests ------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["width", "chunks"], do_not_specialize_on_alignment=_PARTS)
+@triton.jit(do_not_specialize=["requests", "width", "chunks"], do_not_specialize_on_alignment=_PARTS)
 def commit(
-    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, tails, out, width, chunks,
-    CHUNKS: tl.constexpr, RANKS: tl.constexpr,
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, tails, out, requests,
+    width, chunks, CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests,). Row of `out`, int64: count, status, then `width` tokens (-1 past the count), log-probabilities
     and margins (float64 bits), and with more than two ranks the tokens from the second on, rank by rank (-1: none)."""
@@ -374,7 +390,7 @@ def commit(
     count, go_on = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
     status = tl.full((), _OK, tl.int32)
     while go_on == 1:
-        row = request * width + count
+        row = request + first + count
         status, top, total = _top(sums, row, chunks, temperature, CHUNKS)
         go_on = tl.full((), 0, tl.int32)
         if status == _OK:

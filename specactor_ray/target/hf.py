@@ -96,8 +96,8 @@ class _CapturedSteps(Captured):
 
     def _step(self, batch: StaticBatch) -> None:
         logits, _ = self._model.step(batch, batch.tokens, batch.positions)
-        firsts, ends, tails, positions = batch.extras
-        rows = firsts[: batch.rows], ends[: batch.rows + 1], tails, batch.longest, positions[: batch.rows]
+        (firsts, ends, tails, positions), n = batch.extras, batch.rows
+        rows = firsts[:n], ends[: n + 1], tails[: batch.num_tokens], batch.longest, positions[:n]
         self._result(batch).copy_(verify_on_device(logits, *rows, batch.sampling, self._ranks))
 
 

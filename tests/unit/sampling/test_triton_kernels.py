@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -27,7 +28,7 @@ fused = pytest.importorskip("specactor_ray.sampling.fused")
 ARGUMENTS = {
     "logits": "*bf16", "stride": "i64", "vocab": "i32", "offsets": "*i64", "tail_offsets": "*i64", "slots": "*i64",
     "positions": "*i64", "rules": "*i64", "scores": "*fp64", "sums": "*fp32", "ids": "*i32", "tails": "*i64",
-    "out": "*i64", "width": "i32", "chunks": "i32",
+    "out": "*i64", "requests": "i32", "width": "i32", "chunks": "i32",
 }  # fmt: skip
 MULTIPLES_OF_16 = ("stride", "vocab", "columns", "inner", "x_row", "w_batch", "w_inner", "w_column")
 CUDA_THREADS = 32
@@ -199,11 +200,11 @@ class Variants:
 
         backend = CUDABackend(GPUTarget("cuda", 90, CUDA_THREADS))
         self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        self.launches, self.seen = 0, set[str]()
+        self.launches, self.programs, self.seen = 0, 0, set[str]()
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            self.launches += 1
+            self.launches, self.programs = self.launches + 1, math.prod(grid)
             self.seen.add(str(self._bind(*args, **kwargs)[1:]))
 
         return launch
@@ -244,6 +245,16 @@ def test_no_number_of_requests_asks_for_other_code(variants: dict[str, Variants]
         "scan": 1, "filter_rows": 1, "commit": 1
     }  # fmt: skip
     assert variants["scan"].launches > 2 * len(COUNTS)
+
+
+def test_a_long_tail_starts_no_programs_for_other_requests(variants: dict[str, Variants]) -> None:
+    n, chunks, rules, rows = 64, 3, Rules(64, torch.device("cpu")), np.arange(64)
+    rules.write(range(n), [SamplingParams(top_k=4)] * n, [0] * n)
+    tails = np.where(rows < 5, 0, 16), np.zeros(16, np.int32)
+    tail_offsets = np.concatenate([tails[0], [16]])
+    logits = torch.zeros(n + 16, chunks * 4096)
+    keyed.verify_arrays(logits, rows + tails[0], tail_offsets, tails[1], rows, rows, rules, backend="triton")
+    assert [variants[name].programs for name in ("scan", "filter_rows", "commit")] == [chunks * (n + 16), n + 16, n]
 
 
 class Waits(TorchFunctionMode):
