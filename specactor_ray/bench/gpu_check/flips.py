@@ -25,8 +25,8 @@ _MOST_FORWARDS = 64
 def measure_flips(stage: Stage) -> None:
     """Fill a point per number of rows and of draft tokens, for the usual kernels and for batch-invariant ones: of 1,000
     sampled tokens the ones that differ when the tokens of plain decoding, by the most rows, are verified; and ms of
-    such a forward (on a GPU as a CUDA graph). All modes see the same tokens before. Raises RuntimeError if a token
-    differs with batch-invariant kernels."""
+    such a forward (on a GPU as a CUDA graph). All modes read the same tokens before. `figures`: differing tokens and
+    all of them, over the points. Raises RuntimeError if a token differs with batch-invariant kernels."""
     settings = stage.settings
     model = random_weights(settings.target, settings.dtype, settings.device)
     tokens = 2 * max(settings.rows) * (settings.target_prompt + 512)
@@ -34,16 +34,19 @@ def measure_flips(stage: Stage) -> None:
     ragged = RaggedModel(model, tokens * size, batch_invariant=True)
     kernels = {"usual": contextlib.nullcontext(), "invariant": ragged._kernels}
     decoded: dict[str, Decoded] = {}
+    totals = {kind: np.zeros(2, np.int64) for kind in kernels}
 
     def measure(kind: str, rows: int, drafts: int) -> str:
         ragged._kernels = kernels[kind]
         if kind not in decoded:
-            for other in decoded.values():
-                other.close()
+            while decoded:
+                decoded.popitem()[1].close()
             decoded[kind] = Decoded(stage, ragged)
         different, compared = decoded[kind].verified(rows, 1 + drafts)
         ms = 1e3 * forward_s(stage, ragged, rows, 1 + drafts)
         figures = {f"{kind} tokens": compared, f"{kind} flips": 1000 * different / compared, f"{kind} ms": ms}
+        totals[kind] += different, compared
+        stage.entry["figures"][f"{kind}, differing of all tokens"] = totals[kind].tolist()
         point = stage.point({"rows": rows, "drafts": drafts}, **figures)
         if kind == "invariant" and "usual ms" in point:
             point["price ms"] = ms - point["usual ms"]

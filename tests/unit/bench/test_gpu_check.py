@@ -56,6 +56,8 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     for point in points["flips"]:
         assert (point["usual flips"], point["invariant flips"]) == (0, 0)  # a dense model in float32 on a CPU
         assert point["usual tokens"] == 15 * 4 and point["price ms"] == point["invariant ms"] - point["usual ms"]
+    for kind in ("usual", "invariant"):
+        assert report["stages"]["flips"]["figures"][f"{kind}, differing of all tokens"] == [0, 4 * 15 * 4]
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
 
 
