@@ -90,6 +90,8 @@ def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
         fix = "a larger target.tensor_parallel (and gpus)"
         if target.backend == "hf":
             fix = f"a smaller target.max_step_tokens, or target.backend=vllm with {fix}"
+        if hosted:
+            fix += ", or a smaller kv_cache_gb or max_batch of hosted drafters"
         fix = f"{room / GIB:.3g} or less" if room > 0 < own else fix
         raise ConfigError("target.kv_cache_gb" if room > 0 < own else "target.gpus", problem, f"use {fix}.")
     return room

@@ -64,3 +64,15 @@ def test_a_captured_step_drafts_what_the_step_drafts(make: Any, branches: int) -
     captured = drafted(make(branches=branches, capturer=CudaCapturer()), 8)
     assert captured == drafted(make(branches=branches, capturer=FakeCapturer()), 8)
     assert not any("without CUDA graphs" in line for line in fallbacks())
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle])
+def test_a_sleeping_drafter_gives_its_memory_back_and_drafts_the_same_afterwards(make: Any) -> None:
+    drafter = make(capturer=CudaCapturer())
+    before, awake = drafted(drafter, 4), torch.cuda.memory_reserved()
+    drafter.sleep()
+    assert awake - torch.cuda.memory_reserved() > 64 << 20, "the cache, and more"
+    drafter.wake()
+    for slot in range(9):
+        drafter.close(slot, False)
+    assert drafted(drafter, 4) == before

@@ -42,3 +42,14 @@ def test_a_captured_step_finds_what_the_step_finds(sleeps: bool) -> None:
     for turn, mix in enumerate(MIXES * 2):
         assert equal(ours.step(mix), theirs.step(mix)), turn
     assert not any("without CUDA graphs" in line for line in fallbacks())
+
+
+def test_a_step_that_waits_is_refused_and_leaves_no_trace() -> None:
+    before, x = torch.cuda.current_stream(), torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CudaCapturer(x.device).capture(x.item)
+    assert torch.cuda.current_stream() == before and not torch.cuda.get_sync_debug_mode()
+    replay = CudaCapturer(x.device).capture(lambda: x.add_(1.0))
+    value = x.item()
+    replay()
+    assert x.item() == value + 1.0

@@ -246,6 +246,10 @@ def test_hosted_drafters_leave_less_of_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     (spec,) = drafter_specs(hosts).values()
     held = footprint(spec, hosts.target, GIB * 5 // 2)
     assert (plain.target.kv_cache_gb - hosts.target.kv_cache_gb) * GIB == pytest.approx(held)
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [GIB * 9 // 4])
+    with pytest.raises(ConfigError) as error:
+        memory.with_cache(settle(from_mapping(hosting), None))
+    assert error.value.key == "target.gpus" and "kv_cache_gb or max_batch of hosted drafters" in error.value.fix
 
 
 @pytest.mark.usefixtures("qwen")
