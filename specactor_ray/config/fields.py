@@ -108,11 +108,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[KeyDoc]:
 
 def matching_keys(section: type, words: Sequence[str]) -> list[KeyDoc]:
     """Keys that contain one of the words, ignoring case, or all keys if there are no words; if no key matches, those
-    with one in their meaning.
-
-    Raises:
-        InputError: No key and no meaning matches.
-    """
+    with one in their meaning. InputError: no key and no meaning matches."""
     keys, wanted = list(describe(section)), [word.lower() for word in words]
     if not wanted:
         return keys

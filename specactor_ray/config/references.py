@@ -36,11 +36,8 @@ def references(tree: Any) -> list[tuple[KeyPath, str]]:
 
 def resolved(tree: Any, whole: Callable[[], Any]) -> tuple[Any, dict[KeyPath, str]]:
     """A tree with values in place of references, and path → text of those that read the environment, directly or
-    through others. `whole` makes the tree with the defaults, to which they refer.
-
-    Raises:
-        ConfigError: A reference cannot be resolved.
-    """
+    through others. `whole` makes the tree with the defaults, to which they refer. ConfigError: a reference cannot be
+    resolved."""
     written = references(tree)
     if not written:
         return tree, {}

@@ -67,11 +67,7 @@ INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN
 
 
 def validate(config: Config) -> None:
-    """Check a configuration of the right types.
-
-    Raises:
-        ConfigError: The first problem found, with its key and the fix.
-    """
+    """Check a configuration of the right types. ConfigError: the first problem found, with its key and the fix."""
     reject_values_not_allowed(config, "", left_out=_TRAINING_SECTIONS)
     for problems in (_of_run_and_cluster, _of_target, _of_engine_arguments, _of_drafting):
         _raise_first(problems(config))

@@ -70,16 +70,8 @@ class Seat:
 
 
 class Channel:
-    """Updates of an actor by versions: one call at a time, which is polled, not waited for.
-
-    Attributes:
-        acked: Version that the actor has.
-        error: Error of the last failed call; None after a success.
-
-    Args:
-        actor_id: The actor, for errors.
-        attempts: Most attempts to send one version.
-    """
+    """Updates of an actor by versions: one call at a time, polled, not waited for, and at most `attempts` for each.
+    `acked`: version that the actor has; `error`: that of the last call, None after a success."""
 
     def __init__(self, actor_id: str, attempts: float = float("inf")) -> None:
         self.acked = 0

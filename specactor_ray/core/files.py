@@ -88,11 +88,8 @@ def append_json(path: Path, *rows: Mapping[str, Any]) -> None:
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Create a folder and its parents, unless they exist. Returns the new folders, the deepest first.
-
-    Raises:
-        InputError: No file can be created in it, or it must be `empty` and is not. The message begins with `option`.
-    """
+    """Create a folder and its parents, unless they exist. Returns the new folders, the deepest first. InputError: no
+    file can be created in it, or it must be `empty` and is not. The message begins with `option`."""
     try:
         if empty and folder.is_dir() and any(folder.iterdir()):
             raise InputError(f"{option}: {folder} holds files, and none is overwritten; name another folder")

@@ -49,14 +49,8 @@ def uncovered(backend: str, facts: Mapping[str, Any]) -> str:
 
 
 def token_identity(device: str, dtype: str, mixture: bool, batch_invariant: bool = False) -> TokenIdentity:
-    """Claim of a run of the target.
-
-    Args:
-        device: `cpu` or `cuda`.
-        dtype: Data type of the target; not `auto`.
-        mixture: Whether the target is a mixture of experts.
-        batch_invariant: `target.batch_invariant`.
-    """
+    """Claim of a run of the target on `cpu` or `cuda`, in a data type other than `auto`. `mixture`: whether it is a
+    mixture of experts; `batch_invariant`: the key of `target`."""
     if device != "cpu":
         if batch_invariant:
             return TokenIdentity(True, "target.batch_invariant is set, so kernels do not depend on the batch")

@@ -130,13 +130,8 @@ def _drafting_rows(actor: str, counters: Mapping[str, Any]) -> Iterator[Row]:
 def controller_rows(
     seen: Iterable[tuple[str, str, str]], known: Iterable[tuple[str, str, str]], wanted: Mapping[str, int]
 ) -> Iterator[Row]:
-    """Metrics of the controller.
-
-    Args:
-        seen: Kind, method and phase of each actor.
-        known: Such groups that also have a value if they are empty.
-        wanted: Method → wanted number of draft actors.
-    """
+    """Metrics of the controller. `seen`: kind, method and phase of each actor; `known`: such groups that also have a
+    value if they are empty; `wanted`: method → number of draft actors."""
     counts = dict.fromkeys(known, 0)
     for group in seen:
         counts[group] = counts.get(group, 0) + 1

@@ -160,11 +160,7 @@ class _Client(abc.ABC):
 
 
 class RolloutClient(_Client):
-    """Generates with a rollout of this process.
-
-    Raises:
-        InputError: The rollout has another tokenizer, or too short a context.
-    """
+    """Generates with a rollout of this process. InputError: that has another tokenizer, or too short a context."""
 
     def __init__(self, trainer: Any, rollout: Rollout) -> None:
         from specactor_ray.rollout.rollout import Rollout
@@ -194,11 +190,7 @@ class RolloutClient(_Client):
 
 class ServerClient(_Client):
     """Generates with `specactor serve`. A version of the weights is a checkpoint in a folder, removed when the server
-    has read it.
-
-    Raises:
-        InputError: The server does not answer, or has another tokenizer; or the package httpx is missing.
-    """
+    has read it. InputError: the server does not answer, or has another tokenizer; or the package httpx is missing."""
 
     def __init__(self, trainer: Any, url: str, weights_folder: str | None = None) -> None:
         super().__init__(trainer)

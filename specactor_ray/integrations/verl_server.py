@@ -121,11 +121,7 @@ class Seeds:
     """Seeds of requests without one: a function of verl's seed, its step, the prompt, and its repetitions.
 
     verl resends an aborted request with the output so far as part of the prompt and under a new name. Such a request
-    keeps its seed: it is recognised by its tokens.
-
-    Args:
-        run_seed: `rollout.seed`.
-        replica: Rank of the replica; two of them never use the same seed for one prompt.
+    keeps its seed: it is recognised by its tokens. Two replicas never use the same seed for one prompt.
     """
 
     def __init__(self, run_seed: int, replica: int) -> None:
@@ -184,11 +180,8 @@ class VerlServer:
         priority: int = 0,
         **others: Any,
     ) -> Any:
-        """Generate verl's `TokenOutput`. Log-probabilities are those under softmax(logits / temperature).
-
-        Raises:
-            InputError: The request needs something that is not supported, such as images, or cannot run.
-        """
+        """Generate verl's `TokenOutput`. Log-probabilities are those under softmax(logits / temperature). InputError:
+        the request needs something that is not supported, such as images, or cannot run."""
         for name, value in others.items():
             if value is not None and value not in ([], {}, ()):
                 raise InputError(f"verl: {name} is not available with rollout.name={NAME}; rollouts are of text only")

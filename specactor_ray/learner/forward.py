@@ -18,10 +18,7 @@ from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 def attend_as_in_eager_mode(policy: PolicyModel) -> None:
     """Give a loaded policy eager attention if its own form leaves something out: SDPA has no soft cap of scores, and
     what else differs shows in a comparison, of a sequence alone, beside a longer one and beside a shorter one.
-
-    Raises:
-        ModelLoadError: With eager attention, too, a sequence has other log-probabilities than in transformers.
-    """
+    ModelLoadError: with eager attention, too, a sequence has other log-probabilities than in transformers."""
     model = policy.model
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")

@@ -33,11 +33,8 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        InputError: The file does not exist, is damaged or incomplete, is no profile, or has another schema.
-    """
+    """Read a profile. InputError: the file does not exist, is damaged or incomplete, is no profile, or has another
+    schema."""
     path = Path(path).expanduser()
     try:
         data = parse_json(read_foreign(path))

@@ -31,10 +31,7 @@ class Backlog:
 
     Requests that were taken off their verifier go first, then those of the smallest priority. Within a priority each
     session, each stream and the requests without either take turns, so that a burst of one delays none of the others.
-
-    Args:
-        journal: Keeps the owners of the requests.
-        outstanding: Most requests of one verifier at a time.
+    `outstanding`: most requests of one verifier at a time.
     """
 
     def __init__(self, journal: Journal, outstanding: int) -> None:

@@ -18,11 +18,7 @@ class Detokenizer:
     """Decodes an output as its tokens arrive; a character is returned when all its bytes are there.
 
     Each text is decoded twice, from a token boundary behind which it is known to be complete, since tokenizers decode a
-    token depending on the tokens before it (spaces, bytes of one character).
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        special: Whether the text has special tokens.
+    token depending on the tokens before it (spaces, bytes of one character). `special`: with special tokens.
     """
 
     def __init__(self, tokenizer: Any, special: bool = False) -> None:

@@ -113,10 +113,7 @@ class Dispatcher:
 
     def step(self) -> list[JournalEntry]:
         """Hand out requests, wait for answers (or `verifiers.wake`), and journal them. Returns requests that ended.
-
-        Raises:
-            ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
-        """
+        ActorLostError: the controller, or all verifiers, were gone for longer than allowed."""
         if self.journal.entries:
             for gone in self.verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)

@@ -35,20 +35,11 @@ _CLOSE_S = 10.0
 
 
 class Engine:
-    """Runs streams and single requests, at the same time and for any thread and event loop.
-
-    Args:
-        dispatcher, clock: See `DispatchThread`.
-        before_submit: Called in the caller's thread before a request or a stream is submitted.
-        must_wait: Whether `before_submit` takes long now.
-    """
+    """Runs streams and single requests, at the same time and for any thread and event loop. `before_submit` is called
+    in the caller's thread before a request or a stream is submitted; `must_wait`: whether that takes long now."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        clock: Clock,
-        before_submit: Callable[[], None] = lambda: None,
-        must_wait: Callable[[], bool] = lambda: False,
+        self, dispatcher: Dispatcher, clock: Clock, before_submit: Callable[[], None], must_wait: Callable[[], bool]
     ) -> None:
         self.clock = clock
         self.max_waiting = 4096
@@ -286,12 +277,8 @@ class Engine:
 
 
 class DispatchThread:
-    """Runs the dispatcher, and commands of other threads, in one thread that starts with the first command.
-
-    Args:
-        dispatcher: Used only by this thread from now on, except for its counters.
-        clock: Starts the thread.
-    """
+    """Runs the dispatcher, which only this thread uses from now on, except for its counters, and commands of other
+    threads. The thread starts with the first command."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
         self.dispatcher, self._clock = dispatcher, clock

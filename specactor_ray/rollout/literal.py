@@ -217,14 +217,8 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool, **options: Any) ->
 def tokenize(
     tokenizer: Any, rendered: Rendered, *, add_special_tokens: bool = False, literal: bool = False
 ) -> list[int]:
-    """Token ids of a text. What the tokenizer adds in front, such as BOS, is not repeated if the text begins with it.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        rendered: The text.
-        add_special_tokens: Add those that the tokenizer adds to plain text.
-        literal: Read no control tokens in the whole text.
-    """
+    """Token ids of a text, with `add_special_tokens` also those that the tokenizer adds to plain text, unless the text
+    begins with them. `literal`: read no control tokens in the whole text."""
     if not literal and rendered.literal is None:
         ids = _ids(tokenizer, rendered.text, add_special_tokens)
     else:

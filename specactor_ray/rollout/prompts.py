@@ -199,13 +199,8 @@ def encode_chat(
     **template: Any,
 ) -> tuple[int, ...]:
     """Token ids of chat messages; InputError if one is malformed, or there is no chat template, or it refuses them.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
-        add_special_tokens, most: As in `encode_prompt`.
-        template: More arguments of `apply_chat_template`, such as `tools`.
-    """
+    Messages are those of a `Prompt`, or of role `assistant` with `tool_calls` in place of content; `template` are more
+    arguments of `apply_chat_template`, such as `tools`, and the others those of `encode_prompt`."""
     plain = _checked_messages([{**one, "content": ""} if _only_calls(one) else one for one in messages])
     if not plain:
         raise InputError("there are no messages")

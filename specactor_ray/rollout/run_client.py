@@ -229,11 +229,7 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
 
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
     """Set the number of draft actors of each method; None selects it automatically, by what pays. Returns when the
-    controller has begun to act.
-
-    Raises:
-        ConfigError: The run has no such method, or a number is negative.
-    """
+    controller has begun to act. ConfigError: the run has no such method, or a number is negative."""
     with _attached(run, address) as (name, ask, _):
         ask("scale", dict(drafters))
         deadline = SYSTEM.now() + _ACT_S

@@ -100,14 +100,8 @@ class Trajectory:
 
 
 def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error: str = "") -> Trajectory:
-    """Output of a request that has ended.
-
-    Args:
-        entry: The request.
-        tokenizer: Decodes the output; there is no text without one.
-        prompt: The prompt as given.
-        error: Reason why the request was never begun.
-    """
+    """Output of a request that has ended, with text if there is a tokenizer; `prompt`: as given, `error`: reason why it
+    was never begun."""
     finished, token_ids = entry.finished, entry.token_ids
     scores = entry.prompt_scores
     text = decoded(tokenizer, token_ids) if tokenizer else ""

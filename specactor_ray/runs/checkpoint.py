@@ -46,22 +46,14 @@ class TrainState:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder.
-
-    Args:
-        folder: Folder of the checkpoints, created with the first one.
-        keep_last: Number of newest checkpoints to keep.
-    """
+    """The newest checkpoints of one run, in a folder that is created with the first one."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
         self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, state: TrainState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint: `write` fills the folder that it receives. Older ones are removed only afterwards.
-
-        Raises:
-            OSError: It could not be written (a full disk); nothing of it is left, the older ones are untouched.
-        """
+        OSError: it could not be written (a full disk); nothing of it is left, the older ones are untouched."""
         name = f"{_PREFIX}{state.step:06d}"
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
         replaced = self.folder / f"{_PARTIAL}replaced-{name}"
@@ -137,13 +129,8 @@ def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
 
 
 def mean_reward(before: float | None, reward: float | None, steps: int) -> float | None:
-    """Mean reward over all steps for the first few, then an exponential mean (the last five count most).
-
-    Args:
-        before: Mean up to the previous step.
-        reward: Reward of the step; None if nothing was scored.
-        steps: Number of steps, including this one.
-    """
+    """Mean reward over all steps for the first few, then an exponential mean (the last five count most), from the mean
+    `before` a step and its reward, None if nothing was scored. `steps` includes it."""
     if before is None or reward is None:
         return before if reward is None else reward
     return before + max(1.0 / max(steps, 1), _SHARE_OF_A_STEP) * (reward - before)
@@ -160,11 +147,8 @@ def read_state(path: Path) -> TrainState:
 
 
 def find_damage(path: Path, *, sums: bool = True) -> str | None:
-    """Description of a checkpoint's damage; None if all files that it was saved with exist and are unchanged.
-
-    Args:
-        sums: Also read the files and compare their checksums.
-    """
+    """Description of a checkpoint's damage; None if all files that it was saved with exist and are unchanged, with
+    `sums` by their checksums, too."""
     try:
         manifest = parse_json(read_foreign(path / _MANIFEST))
         entries = [(name, int(size), int(checksum)) for name, (size, checksum) in manifest.items()]
@@ -198,11 +182,8 @@ def _file_problem(folder: Path, name: str, size: int, checksum: int | None) -> s
 
 
 def _write_manifest(folder: Path) -> None:
-    """List all files with sizes and checksums, set their modes by the umask, and flush them to the disk.
-
-    Raises:
-        OSError: The folder has no weights.
-    """
+    """List all files with sizes and checksums, set their modes by the umask, and flush them to the disk. OSError: the
+    folder has no weights."""
     entries = sorted(folder.rglob("*"))
     manifest = {}
     for file in (entry for entry in entries if entry.is_file()):

@@ -135,11 +135,8 @@ def _newest_first(base: Path, file: str) -> list[Path]:
 
 
 def lease_new(config: Config) -> tuple[Path, RunLease]:
-    """The folder of a new run, and its lease. Names the run if it has no name yet.
-
-    Raises:
-        InputError: The folder holds another run, is in use, or cannot be written to.
-    """
+    """The folder of a new run, and its lease. Names the run if it has no name yet. InputError: the folder holds another
+    run, is in use, or cannot be written to."""
     config.run.name = config.run.name or new_run_name()
     folder = Path(config.run.dir).expanduser() / config.run.name
     with run_dir_errors(folder):
@@ -179,11 +176,7 @@ def results_in(folder: Path) -> Iterator[None]:
 
 
 def save_run_config(config: Config, folder: Path) -> None:
-    """Write the resolved configuration into a run's folder.
-
-    Raises:
-        InputError: The folder cannot be written to.
-    """
+    """Write the resolved configuration into a run's folder. InputError: the folder cannot be written to."""
     with run_dir_errors(folder):
         save_config(config, folder / CONFIG_FILE)
 

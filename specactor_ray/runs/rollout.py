@@ -113,11 +113,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
 
 
 def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
-    """Result of `find` for the target; None if it fails and no prompt needs a tokenizer.
-
-    Raises:
-        ModelLoadError: `find` fails, and a prompt is text or messages.
-    """
+    """Result of `find` for the target; None if it fails and no prompt needs a tokenizer. ModelLoadError: `find` fails,
+    and a prompt is text or messages."""
     text = next((number for number, prompt in enumerate(prompts, start=1) if not is_token_ids(prompt)), None)
     try:
         return find(config.target.model)
@@ -136,11 +133,7 @@ def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
 
 
 def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
-    """A line if some prompts leave less than `sampling.max_tokens` of the context.
-
-    Raises:
-        ConfigError: All prompts do.
-    """
+    """A line if some prompts leave less than `sampling.max_tokens` of the context. ConfigError: all prompts do."""
     most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
     cut = sum(limit < len(token_ids) < limit + most for token_ids, _ in encoded)
     if not cut:

@@ -147,11 +147,8 @@ def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainSt
 
 
 def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:
-    """The saved state, for a run with the present settings.
-
-    Raises:
-        ConfigError: It is of another model, or its settings do not fit.
-    """
+    """The saved state, for a run with the present settings. ConfigError: it is of another model, or its settings do not
+    fit."""
     for name, value in now.model.items():
         if saved.model.get(name) != value:
             problem = f"{checkpoint} is of another model: its {name} is {saved.model.get(name)}, here it is {value}."

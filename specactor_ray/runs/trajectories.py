@@ -47,11 +47,7 @@ _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 class TrajectoryWriter:
     """Appends trajectories to the file in a run's folder, also to that of an interrupted run; half a line at its end is
-    dropped with the first write. For one process: that of the run's lease.
-
-    Raises:
-        InputError: The file cannot be opened.
-    """
+    dropped with the first write. For one process: that of the run's lease. InputError: the file cannot be opened."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE

@@ -56,14 +56,8 @@ def candidates(
 def candidates_on_device(
     logits: torch.Tensor, positions: torch.Tensor, rules: Rules, most: int, *, ids: np.ndarray | None = None
 ) -> torch.Tensor:
-    """`candidates` for the slots 0, 1, ..., without a wait for the device; on GPUs by the Triton kernels.
-
-    Returns:
-        int64 `(n, words)`, for `unpacked`. In each line word 0 is positive if there is a token, which is word 2.
-
-    Raises:
-        RuntimeError: The Triton kernels do not run on this device.
-    """
+    """`candidates` for the slots 0, 1, ..., without a wait for the device: int64 `(n, words)`, for `unpacked`. In each
+    line word 0 is positive if there is a token, which is word 2. Errors as of `verify_on_device`."""
     import torch
 
     order = torch.arange(len(positions), device=logits.device)

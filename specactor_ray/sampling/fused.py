@@ -30,16 +30,8 @@ def verify(
     rules: Rules,
     ranks: int,
 ) -> Tensor:
-    """`keyed.verify_arrays` with tensors on the device of the logits; nothing waits for the device.
-
-    Args:
-        logits, offsets, tail_offsets, tails, positions, slots, rules, ranks: As there; a row of logits is contiguous,
-            and each entry of `tails` behind the last draft costs the start of some programs.
-        longest: Most drafts of a request, or more.
-
-    Returns:
-        The buffer of `keyed.Found`, with `longest + 1` columns of each kind.
-    """
+    """`keyed.verify_on_device` by the Triton kernels. A row of logits is contiguous; each entry of `tails` behind the
+    last draft costs the start of some programs."""
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     most = min(n * width, n + len(tails))
     chunks = -(-vocab // kernels.SCAN["BLOCK"])

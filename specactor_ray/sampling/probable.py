@@ -23,14 +23,8 @@ def most_probable(
 
     They are ordered by (probability descending, id ascending); `topk` selects among equal last ones.
     Log-probabilities are those of the sampled tokens plus the difference of the logits over T: no second sum over the
-    vocabulary, and the same bits for the same token.
-
-    Args:
-        logits, offsets, slots, rules: As in `verify_arrays`.
-        found: Result of `verify_arrays`.
-
-    Returns:
-        The tokens; None if they are requested nowhere.
+    vocabulary, and the same bits for the same token. None if they are requested nowhere; `found` is the result of
+    `verify_arrays` for the other arguments.
     """
     import torch
 

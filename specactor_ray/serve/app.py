@@ -30,12 +30,7 @@ _MOST_DISCARDED = 4
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
-    """The application.
-
-    Args:
-        service: Serves the requests.
-        token: Bearer token that requests must have; None if only this machine can reach the server.
-    """
+    """The application. `token`: bearer token of all requests; None if only this machine can reach the server."""
     app = FastAPI(title="specactor", docs_url=None, redoc_url=None, default_response_class=JsonAnswer)
     app.state.service = service
     for dialect in (openai, vllm_rl, sglang):
@@ -62,14 +57,8 @@ def _answer(error: HTTPException) -> JsonAnswer:
 
 
 class Guard:
-    """ASGI middleware: checks token, size and type of the body, and counts requests.
-
-    Args:
-        app: The guarded application.
-        service: Its limits and its metrics.
-        token: Required bearer token; without one, the Host header, and the Origin of web pages, must be loopback names,
-            so that no foreign web page can use the server.
-    """
+    """ASGI middleware: checks token, size and type of the body, and counts requests. Without a token, the Host header,
+    and the Origin of web pages, must be loopback names, so that no foreign web page can use the server."""
 
     def __init__(self, app: ASGIApp, service: Service, token: str | None) -> None:
         self._app, self._limits, self._metrics = app, service.limits, service.metrics

@@ -81,13 +81,8 @@ class OpenAIForm(Form):
 
 
 class Offsets:
-    """Places in a text at which its tokens begin; parts of one character begin at the same place.
-
-    Args:
-        vocabulary: The tokens.
-        special: Whether the text has special tokens.
-        at: Place of the first token.
-    """
+    """Places in a text at which its tokens begin, from place `at` on; parts of one character begin at the same place.
+    `special`: whether the text has special tokens."""
 
     def __init__(self, vocabulary: Vocabulary, special: bool, at: int = 0) -> None:
         self._vocabulary, self._special, self._at = vocabulary, special, at

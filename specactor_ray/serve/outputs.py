@@ -34,14 +34,9 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class GrowingText:
-    """Text of an output that can be sent as its tokens arrive.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        hold: Texts that may end the output; a possible beginning of one is held back.
-        special: Whether the text has special tokens.
-        trimmed: Hold the newest token back, since the text of the one that ends the output is removed.
-    """
+    """Text of an output that can be sent as its tokens arrive. Held back are a possible beginning of the texts in
+    `hold`, which may end the output, and if `trimmed` the newest token, since the text of the one that ends it is
+    removed."""
 
     def __init__(self, tokenizer: Any, hold: Sequence[str] = (), special: bool = False, trimmed: bool = False) -> None:
         self._detokenizer, self._hold = Detokenizer(tokenizer, special), hold
@@ -98,14 +93,7 @@ class Part:
 
 
 def text_of(tokenizer: Any, output: Trajectory, special: bool, trimmed: bool) -> str:
-    """Text of an output.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        output: The complete output.
-        special: With special tokens.
-        trimmed: Without the token that ended the output.
-    """
+    """Text of an output; `special`: with special tokens, `trimmed`: without the token that ended it."""
     ids, stop = output.token_ids, output.stop_reason
     trimmed &= output.finish_reason == "stop" and not isinstance(stop, str)
     if not special and not trimmed:
@@ -176,13 +164,7 @@ async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
 
 
 class Form(abc.ABC):
-    """The answer to one request in a dialect; all values are objects for JSON.
-
-    Args:
-        service: Generates.
-        prompts: Token ids of each prompt.
-        wanted: Sampling options.
-    """
+    """The answer to one request in a dialect; all values are objects for JSON."""
 
     until: str = ""
     """Only the last part has this text and all that follows it."""
@@ -234,13 +216,8 @@ async def answer(
     session: str | None = None,
     priority: int | None = None,
 ) -> Response:
-    """Generate, and answer a request; if its client leaves, its outputs are aborted.
-
-    Args:
-        request, form: The request, and the form of its answer.
-        stream: Whether to send events.
-        name, session, priority: As in `Service.submit`.
-    """
+    """Generate, and answer a request, by events if `stream`; if its client leaves, its outputs are aborted. The others
+    are arguments of `Service.submit`."""
     service = form.service
     handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
     if stream:
@@ -272,12 +249,7 @@ def _data(text: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events.
-
-    Args:
-        events: The events.
-        at_end: Called at the end, also when the client has left.
-    """
+    """Server-sent events; `at_end` is called at the end, also when the client has left."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], at_end: Callable[[], None]) -> None:
         super().__init__(events, headers=_HEADERS, media_type="text/event-stream")

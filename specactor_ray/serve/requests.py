@@ -53,13 +53,8 @@ _HEADERS = {
 
 
 class Refusal(HTTPException):
-    """A request that is not served.
-
-    Args:
-        message: The value, the allowed values and the remedy; ends without a full stop.
-        status: HTTP status.
-        param: Request field at fault.
-    """
+    """A request that is not served. The message has the value, the allowed values and the remedy, and no full stop at
+    its end; `param` is the field at fault."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(status, message, _HEADERS.get(status))

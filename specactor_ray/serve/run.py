@@ -46,13 +46,8 @@ _SHORTEST_KEY, _LARGEST_KEY_FILE = 16, 4096
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that answers all requests at its end, including those that are cut off.
-
-    Args:
-        config: Configuration of uvicorn.
-        service: Serves the requests.
-        report: Called with a line for the user when the end begins while requests are open.
-    """
+    """uvicorn server that answers all requests at its end, including those that are cut off. `report` is called with a
+    line for the user when the end begins while requests are open."""
 
     def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -89,11 +84,7 @@ class Server(uvicorn.Server):
 def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
     """Start a run and serve it until Ctrl-C or SIGTERM; running requests then get `Limits.drain_s` to end.
 
-    Args:
-        config: The run.
-        host, port: Address to listen on; port 0 selects a free port.
-        model: Name under which the model is served. Default: `target.model`.
-        console: Shows the progress.
+    `model` is the name under which the model is served, by default `target.model`; port 0 selects a free port.
 
     Raises:
         UserError: The name is empty, the server would be open without a token, the port is taken, or the configuration
@@ -172,10 +163,7 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that takes the port before anything starts. Clients that connect wait until a server runs on it.
-
-    Raises:
-        InputError: The address does not exist on this machine, or the port is taken.
-    """
+    InputError: the address does not exist on this machine, or the port is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -199,11 +187,8 @@ def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> s
     """The required bearer token; None if there is none and only this machine can reach `host`.
 
     It comes from the environment or a file: other users of the machine can read a command line. It is removed from the
-    environment, so that processes started later do not inherit it.
-
-    Raises:
-        InputError: The server would be open to other machines, or the token cannot be used.
-    """
+    environment, so that processes started later do not inherit it. InputError: the server would be open to other
+    machines, or the token cannot be used."""
     path, key = environment.get(_KEY_PATH), environment.pop(_KEY, "").strip()
     if not key and path:
         try:

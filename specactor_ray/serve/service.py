@@ -106,13 +106,8 @@ class ServerMetrics:
 
 
 class Service:
-    """Requests of HTTP clients on a rollout. All coroutines belong to one event loop.
-
-    Args:
-        rollout: Generates the outputs.
-        model: Name under which the model is served.
-        limits: Limits of requests.
-    """
+    """Requests of HTTP clients on a rollout that serves its model under a name. All coroutines belong to one event
+    loop."""
 
     def __init__(self, rollout: Rollout, model: str, limits: Limits | None = None) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model

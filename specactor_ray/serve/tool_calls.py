@@ -29,11 +29,7 @@ def parsed_calls(text: str, in_thought: bool = False) -> tuple[str, list[dict[st
     """Text without its tool calls, and the calls as OpenAI's clients expect them.
 
     What is no call stays in the text: malformed calls, calls in a thought, and all text beside calls except white space
-    behind them. The result begins with the text before the first `CALL`.
-
-    Args:
-        text: Text of an output.
-        in_thought: The text begins within a thought.
+    behind them. The result begins with the text before the first `CALL`. `in_thought`: the text begins in a thought.
     """
     calls, kept, begin, at = list[dict[str, Any]](), list[str](), 0, 0
     while (mark := _MARKS.search(text, at)) is not None:

@@ -43,13 +43,8 @@ class Vocabulary:
         """Text of a token id; `bytes:\\xf0\\x9f` for a part of a character."""
 
     def answer_bytes(self, token_id: int, special: bool, is_first: bool) -> bytes:
-        """What a token contributes to the text of an output.
-
-        Args:
-            token_id: The token.
-            special: The text has special tokens.
-            is_first: No token before it contributes anything.
-        """
+        """What a token contributes to the text of an output; `special`: it has special tokens, `is_first`: no token
+        before contributes anything."""
         if not special and token_id in self._special:
             return b""
         utf8: bytes = self.utf8(token_id)

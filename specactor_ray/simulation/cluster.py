@@ -169,14 +169,8 @@ class SimulatedHost(ActorHost):
 
 
 class VirtualRun:
-    """The parts of one run: a driver, a controller and its actors.
-
-    Args:
-        config, world: The package's configuration, and the ground truth of its models.
-        nodes: The machines; the driver and the controller have a separate machine.
-        seed: Seed of latencies and of the order of simultaneous events.
-        network: Class of the network.
-    """
+    """The parts of one run: a driver and a controller, on a machine beside `nodes`, and its actors. `world`: the ground
+    truth of the models; `seed`: of latencies and of the order of simultaneous events."""
 
     def __init__(
         self,

@@ -21,13 +21,8 @@ class SimulatedEngine:
 
     Requests are admitted first come first served while there are rows and cache; prompts are prefilled in chunks that
     fit into the rest of `max_step_tokens`. When the cache is full, the request admitted last loses its cache, waits at
-    the head of the queue, and is prefilled again, as in vLLM (recompute preemption).
-
-    Args:
-        clock, world: Clock of its process; text and durations.
-        max_batch, max_step_tokens: Most rows, and most positions, of a step.
-        cache_tokens: Most tokens of all contexts in total.
-    """
+    the head of the queue, and is prefilled again, as in vLLM (recompute preemption). `cache_tokens`: most tokens of all
+    contexts in total."""
 
     def __init__(
         self, clock: VirtualClock, world: World, max_batch: int, max_step_tokens: int, cache_tokens: float

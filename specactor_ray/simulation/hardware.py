@@ -143,13 +143,7 @@ class ModelSpec:
 
 
 class RooflineCost:
-    """A `ForwardCost` of a model on GPUs of one node.
-
-    Args:
-        device: The GPU.
-        model: The model on it.
-        tensor_parallel: GPUs that share every layer.
-    """
+    """A `ForwardCost` of a model on GPUs of one node, of which `tensor_parallel` share every layer."""
 
     def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1) -> None:
         self.device, self.model, self.tensor_parallel = device, model, tensor_parallel

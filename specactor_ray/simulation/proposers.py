@@ -24,14 +24,8 @@ class SimulatedProposer(SlotProposer):
     """Drafts the guesses of the world's text for its method.
 
     A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds guesses. Tokens
-    that a request's cache lacks are prefilled in the next forward.
-
-    Args:
-        method: Method of the text and the durations.
-        clock, world: Clock of its process, and the world.
-        max_batch: Most requests drafted for at once.
-        branches: Most branches of a request.
-    """
+    that a request's cache lacks are prefilled in the next forward. `max_batch`: most requests drafted for at once;
+    `branches`: most branches of a request."""
 
     vocab_size: int
     _by_slot = (*SlotProposer._by_slot, "_anchors", "_known", "_ranks")

@@ -92,11 +92,8 @@ class World:
 
 
 def build_world(scenario: ScenarioConfig) -> World:
-    """The ground truth of a scenario.
-
-    Raises:
-        ConfigError: The hardware does not exist or has no figures for a model, or a request is too long.
-    """
+    """The ground truth of a scenario. ConfigError: the hardware does not exist or has no figures for a model, or a
+    request is too long."""
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     devices = target.gpus or target.cores
     try:

@@ -19,11 +19,7 @@ _ANOTHER_POLICY = 0.5
 
 class GapRule:
     """Judges the steps of a run in their order. `problem`: why the run must end; empty while there is no reason.
-
-    Args:
-        dtype: Data type of the target.
-        records: Records of the steps of the run so far (`StepRecorder`), so that a resumed run has the level of step 1.
-    """
+    `records`: those of the run so far (`StepRecorder`), so that a resumed run has the level of step 1."""
 
     def __init__(self, dtype: str, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self.problem = ""

@@ -20,6 +20,8 @@ from specactor_ray.transport.messages import WeightSet
 from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries, stats_of
 from tests.number_text import NumberText, stopped_output, true_output, true_token
 
+IDLE: Any = Any, SYSTEM, lambda: None, lambda: False
+"""Arguments of an engine that runs nothing."""
 PROMPT = [1, 2, 3]
 
 
@@ -301,7 +303,7 @@ class TestEventLoop:
                 released.wait(60)
                 return Handle(self, "request")
 
-        engine = Slow(Any, SYSTEM, must_wait=lambda: waits)  # type: ignore[arg-type]
+        engine = Slow(*IDLE[:3], lambda: waits)
         released = threading.Event()
 
         async def begin() -> None:
@@ -329,7 +331,7 @@ class TestEventLoop:
                 dropped.set()
 
         async def leave() -> None:
-            beginning = asyncio.ensure_future(Slow(Any, SYSTEM).begin("text"))  # type: ignore[arg-type]
+            beginning = asyncio.ensure_future(Slow(*IDLE).begin("text"))
             while not entered.is_set():
                 await asyncio.sleep(0)
             beginning.cancel()
@@ -345,5 +347,5 @@ class TestEventLoop:
             def submit(self, *_arguments: Any, **_options: Any) -> Any:
                 return threading.get_ident()
 
-        begun: Any = asyncio.run(Quick(Any, SYSTEM).begin(PROMPT))  # type: ignore[arg-type]
+        begun: Any = asyncio.run(Quick(*IDLE).begin(PROMPT))
         assert begun == threading.get_ident()

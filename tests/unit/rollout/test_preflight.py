@@ -49,7 +49,7 @@ def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config_with(), sampling=SamplingParams(stop_token_ids=(8, 0)))
     preflight.check_target(config)
     config = replace(config, sampling=SamplingParams(stop_token_ids=(8, 9)))
-    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: 9 is no token of m, whose largest id is 8\. Fix"):
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: 9 is no token of m; its largest id is 8\. Fix"):
         preflight.check_target(config)
 
 
