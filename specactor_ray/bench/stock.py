@@ -24,7 +24,7 @@ def stock_llm(config: TargetConfig, **arguments: Any) -> Any:
         os.environ.pop(name, None)
     from vllm import LLM
 
-    from specactor_ray.target.vllm import kernel_scan_without_llvmlite
+    from specactor_ray.target.vllm_cpu import kernel_scan_without_llvmlite
 
     settings = {
         "dtype": config.dtype,

@@ -14,10 +14,8 @@ import itertools
 import logging
 import os
 import shutil
-import sys
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.probable import top_tokens
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows, fewest_first
-from specactor_ray.target.vllm_cpu import is_cpu_build, ranks_with_interpreter
+from specactor_ray.target.vllm_cpu import is_cpu_build, kernel_scan_without_llvmlite, ranks_with_interpreter
 from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_graphs import check_graphs
 from specactor_ray.target.vllm_settings import (
@@ -120,11 +118,11 @@ class VllmEngine:
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
         self.weight_version, self.exports = 0, bool(config.hidden_layers)
-        self._group, self._block = states_group(self._core.scheduler.kv_cache_config)
         self._cached: dict[int, tuple[np.ndarray, int]] = {}
         """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
         try:
+            self._group, self._block = states_group(self._core.scheduler.kv_cache_config)
             if config.tensor_parallel > 1:
                 self._record = record_shared_memory(others)
             if max_drafts and config.compiled and torch.cuda.is_available():
@@ -173,17 +171,10 @@ class VllmEngine:
         )
         self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
         self._row_of[core_id] = row
-        queued = EngineCoreRequest(
-            request_id=core_id,
-            prompt_token_ids=[*request.prompt_token_ids, *request.committed_token_ids],
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        unused = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
+        ids = [*request.prompt_token_ids, *request.committed_token_ids]
+        given = {"prompt_token_ids": ids, "sampling_params": params, "arrival_time": time.time()}
+        queued = EngineCoreRequest(request_id=core_id, **given, **unused)
         self._core.add_request(*self._core.preprocess_add_request(queued))
         return None
 
@@ -396,26 +387,3 @@ def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
             what = f"{clipped(arguments[name])} is refused by vLLM: {problem['msg']}."
             fix = "use a value that vLLM takes, or leave it out."
             raise ConfigError(f"target.engine_arguments.{name}", what, fix) from error
-
-
-@contextlib.contextmanager
-def kernel_scan_without_llvmlite() -> Iterator[None]:
-    """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
-    of llvmlite's objects."""
-    from vllm.triton_utils import dispatcher
-
-    def others() -> dict[str, Any]:
-        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "llvmlite"}
-
-    class Modules:
-        """Replaces `sys` in that search."""
-
-        modules = property(lambda self: others())
-
-    real, dispatcher.sys = dispatcher.sys, Modules()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
-            yield
-    finally:
-        dispatcher.sys = real

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -80,3 +82,23 @@ def ranks_with_interpreter() -> Iterator[None]:
         yield
     finally:
         WorkerProc.worker_main = staticmethod(real)
+
+
+@contextlib.contextmanager
+def kernel_scan_without_llvmlite() -> Iterator[None]:
+    """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
+    of llvmlite's objects."""
+    from vllm.triton_utils import dispatcher
+
+    class Modules:
+        """Replaces `sys` in that search."""
+
+        modules = property(lambda self: {name: one for name, one in sys.modules.items() if name[:8] != "llvmlite"})
+
+    real, dispatcher.sys = dispatcher.sys, Modules()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
+            yield
+    finally:
+        dispatcher.sys = real

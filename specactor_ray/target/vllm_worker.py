@@ -177,11 +177,9 @@ class KeyedRunner(_Runner):
             self.without_varlen, _ = get_varlen_cudagraph_unsupported_backend(*limits) or ("", None)
             varlen = self.num_speculative_steps > 0 and not self.without_varlen
             graphs = made(*args, **{**options, "varlen_decode": varlen})
-            builders = [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
-            if not any(
-                isinstance(one, BaseMambaAttentionMetadataBuilder) for one in builders
-            ):  # they assert all drafts
-                add_plain_steps(graphs)
+            builders = (group.get_metadata_builder(0) for groups in self.attn_groups for group in groups)
+            if not any(isinstance(one, BaseMambaAttentionMetadataBuilder) for one in builders):
+                add_plain_steps(graphs)  # Mamba's captures must have the most drafts
             return graphs
 
         with _replaced(v2, ModelCudaGraphManager=manager):
