@@ -208,7 +208,7 @@ def test_the_kernels_of_gpus_sample_the_same_and_nothing_waits(
     for request_id, tops in truth.tops.items():
         assert [[token for token, _ in one] for one in tops] == [[t for t, _ in one] for one in ours.tops[request_id]]
         assert ours.logprobs[request_id] == pytest.approx(truth.logprobs[request_id], abs=1e-5)
-    assert {name for name, count in moves.items() if count} <= {"numpy in get_output", "numpy in to_device"}, (
+    assert {name for name, count in moves.items() if count} <= {"numpy in get_output", "numpy in staging"}, (
         "only the report is read"
     )
 
