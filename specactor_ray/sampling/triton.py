@@ -248,6 +248,13 @@ def _key(x):
 
 
 @triton.jit
+def _value(key):
+    """The float of a key."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _mass(x, top, temperature):
     """exp((x - top) / T) in units of 1 / `MASS_UNIT`: sums of whole numbers do not depend on their order."""
     e = exp_f64((x.to(tl.float64) - top.to(tl.float64)) / temperature)
@@ -258,16 +265,6 @@ def _mass(x, top, temperature):
 def _block(row, start, vocab, BLOCK: tl.constexpr):
     v = start + tl.arange(0, BLOCK)
     return v, tl.load(row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
-
-
-@triton.jit
-def _count(row, vocab, key, BLOCK: tl.constexpr):
-    """Number of tokens with at least this key."""
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
-        v, x = _block(row, start, vocab, BLOCK)
-        counts += ((_key(x) >= key) & (v < vocab)).to(tl.int32)
-    return tl.sum(counts)
 
 
 @triton.jit
@@ -286,18 +283,14 @@ def _before(row, vocab, value, token, top, temperature, with_mass, BLOCK: tl.con
 @triton.jit
 def _whole_mass(row, vocab, top_k, top, temperature, BLOCK: tl.constexpr):
     """The mass of the tokens that remain after top-k."""
-    low, high = tl.full((), -0x80000000, tl.int64), _key(top).to(tl.int64)
-    if (top_k <= 0) | (top_k >= vocab):
-        high = low
+    low = _key(tl.full((), -float("inf"), tl.float32)).to(tl.int64)
+    high = tl.where((top_k <= 0) | (top_k >= vocab), low, _key(top).to(tl.int64))
     while low < high:  # the largest key that at least k tokens reach
         middle = (low + high + 1) >> 1
-        enough = _count(row, vocab, middle.to(tl.int32), BLOCK) >= top_k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    bits = low.to(tl.int32)
-    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    if low == -0x80000000:  # no float has this key: all tokens count
-        value = tl.full((), -float("inf"), tl.float32)
+        reached, _ = _before(row, vocab, _value(middle), _NO_TOKEN, top, temperature, False, BLOCK)
+        low = tl.where(reached >= top_k, middle, low)
+        high = tl.where(reached >= top_k, high, middle - 1)
+    value = _value(low)
     count, mass = _before(row, vocab, value, -1, top, temperature, True, BLOCK)
     return mass + tl.maximum(top_k - count, 0) * _mass(value, top, temperature)
 
