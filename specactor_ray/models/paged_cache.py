@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import enlarged, padded, places
 from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.models.cache_size import ROW_BYTES
@@ -46,6 +47,9 @@ class PagedCache:
         device: Device of the pools.
         page_size: Tokens of a page; None takes 16 on CPUs and 256 on GPUs.
         state_size: Numbers of each token beside its keys and values (`states`).
+
+    Raises:
+        ModelLoadError: The budget is too small for one page.
     """
 
     def __init__(
@@ -63,6 +67,11 @@ class PagedCache:
         self.bytes_per_token = sum(shape.bytes(dtype, self._row_bytes) for shape in shapes)
         self.bytes_per_token += state_size * dtype.itemsize
         self.pages = budget_bytes // (self.bytes_per_token * self.page_size)
+        if self.pages == 0:
+            raise ModelLoadError(
+                f"a key/value cache of {budget_bytes} bytes holds no page of this model ({self.page_size} tokens of "
+                f"{self.bytes_per_token} bytes); give it more memory (kv_cache_gb)"
+            )
         lengths, held, shared = np.zeros((3, _FIRST_ROWS), np.int64)
         table, holders = np.zeros((_FIRST_ROWS, _FIRST_PAGES), np.int32), np.zeros(self.pages, np.int32)
         free = np.arange(self.pages, dtype=np.int32)[::-1].copy()

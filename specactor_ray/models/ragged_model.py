@@ -227,13 +227,7 @@ class RaggedModel:
         shapes, state_size = [probe.shapes[i] for i in layers], 0
         if self._hidden_layers:
             state_size = self._take_exported().shape[-1]
-        cache = PagedCache(shapes, cache_bytes, self.dtype, self.device, state_size=state_size)
-        if cache.pages == 0:
-            raise ModelLoadError(
-                f"a key/value cache of {cache_bytes} bytes holds no page of this model ({cache.page_size} tokens of "
-                f"{cache.bytes_per_token} bytes); give it more memory (kv_cache_gb)"
-            )
-        return cache
+        return PagedCache(shapes, cache_bytes, self.dtype, self.device, state_size=state_size)
 
     def _check(self, probe: Probe) -> None:
         """Refuse a model that does not compute here what it computes in transformers: in two parts beside other rows,

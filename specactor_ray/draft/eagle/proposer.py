@@ -22,7 +22,6 @@ from torch import nn
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.device import to_device
-from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.draft.chains import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
@@ -57,8 +56,6 @@ class EagleRunner:
         if can_pack(self.device, self.dtype):
             pack_linears(head)
         self.cache = PagedCache([shape], cache_bytes, self.dtype, self.device)
-        if self.cache.pages == 0:
-            raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no page; give more (kv_cache_gb)")
         if self.device.type == "cpu":
             fuse(head, self._try_out)
         else:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST
@@ -228,6 +229,12 @@ def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(ma
     if device is not None:
         fit = sum(tokens <= most for _, tokens in sizes(6, 512))
         assert device.launches and (device.captures, device.warm_ups) == (2 * fit, fit * (1 if most == 512 else 2))
+
+
+@MAKERS
+def test_a_cache_without_a_page_is_refused(make: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"1000 bytes holds no page of this model \(16 tokens of .*kv_cache_gb"):
+        make(cache_bytes=1000)
 
 
 @MAKERS
