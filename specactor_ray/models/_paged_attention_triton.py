@@ -323,25 +323,22 @@ def attend(
         table = pages + row.to(tl.int64) * columns
         if WHOLE:
             total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)
-            for split in range(first, last):
-                more, more_top, more_mass = _split(
-                    q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
-                    KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
-                )  # fmt: skip
+        for split in range(first, last, tl.num_programs(1)):
+            more, more_top, more_mass = _split(
+                q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
+                KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
+            )  # fmt: skip
+            if WHOLE:
                 total, top, mass = _add(total, top, mass, more, more_top, more_mass)
+            else:
+                stride, v = tokens.to(tl.int64) * HEADS, tl.arange(0, VALUE_PAD)
+                place = split * stride + at
+                summed = ((more_mass != 0) & (at >= 0))[:, None] & (v < VALUE_DIM)[None, :]
+                tl.store(output + place[:, None] * VALUE_DIM + v[None, :], more, mask=summed)
+                tl.store(sums + place, more_top, mask=at >= 0)
+                tl.store(sums + splits * stride + place, more_mass, mask=at >= 0)
+        if WHOLE:
             _store(output, total, mass, at, VALUE_DIM, VALUE_PAD)
-        else:
-            stride = tokens.to(tl.int64) * HEADS
-            for split in range(first, last, tl.num_programs(1)):
-                total, top, mass = _split(
-                    q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
-                    KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
-                )  # fmt: skip
-                place, v = split * stride + at, tl.arange(0, VALUE_PAD)
-                summed = ((mass != 0) & (at >= 0))[:, None] & (v < VALUE_DIM)[None, :]
-                tl.store(output + place[:, None] * VALUE_DIM + v[None, :], total, mask=summed)
-                tl.store(sums + place, top, mask=at >= 0)
-                tl.store(sums + splits * stride + place, mass, mask=at >= 0)
 
 
 @triton.jit(

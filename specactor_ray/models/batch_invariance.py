@@ -108,7 +108,7 @@ def read_in_parts(
 ) -> Tensor:
     """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of `beside` tokens or fewer, and
     followed by `rejected` tokens, which are dropped (but not after the last)."""
-    beside, found, begin = min(beside, _COMPANY), list[Tensor](), 0
+    beside, found, begin = min(beside, _COMPANY, model.max_positions), list[Tensor](), 0
     row = model.cache.open(len(tokens))
     assert row is not None  # it takes half of the cache
     for count in parts:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.models import _products_triton as kernels
+from specactor_ray.models import batch_invariance
 from specactor_ray.models.batch_invariance import Invariant, read_in_parts
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.families import make_model
@@ -82,6 +83,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch, inner: int = 64) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_have_the_bits_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batch_invariance._COMPANY >= kernels._MANY, "the proof at load compiles both"
     x, weight, bias = made(1, 200, 150, dtype=dtype), made(2, 40, 150, dtype=dtype), made(3, 40, dtype=dtype)
     with Invariant():
         whole, rows = functional.linear(x, weight, bias), few_are_many(monkeypatch)
