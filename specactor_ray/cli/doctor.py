@@ -9,14 +9,20 @@ import shutil
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit, versions
+from specactor_ray.core.environment import (
+    fitting_dtype,
+    gpu_memories,
+    hardware,
+    installed_version,
+    memory_limit,
+    versions,
+)
 from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
 from specactor_ray.core.files import make_folder
 from specactor_ray.core.upstream import TRL, VERL, VLLM, Upstream
@@ -142,7 +148,7 @@ def _packages() -> Iterator[Finding]:
         elif (known := _UPSTREAMS.get(module)) is not None:
             yield _compared("packages", known)
         else:
-            yield Finding("packages", distribution, _version(distribution) or "found")
+            yield Finding("packages", distribution, installed_version(distribution) or "found")
 
 
 def _compared(area: str, package: Upstream, note: str = "") -> Finding:
@@ -153,13 +159,6 @@ def _compared(area: str, package: Upstream, note: str = "") -> Finding:
         return Finding(area, package.name, f"{untested}{note}", State.UNTESTED, package.install)
     _, version = package.installed() or ("", "found")
     return Finding(area, package.name, f"{version}{note}")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 # ---- devices and backends ----
@@ -182,7 +181,7 @@ def _gpus() -> Iterator[Finding]:
     yield _judged("devices", "GPUs", f"{len(memories)} of {sizes}", fix)
     missing = importlib.util.find_spec("triton") is None
     fix = "pip install triton: without it sampling takes 30 times as long on GPUs" if missing else ""
-    yield _judged("devices", "triton", _version("triton") or "not installed", fix)
+    yield _judged("devices", "triton", installed_version("triton") or "not installed", fix)
 
 
 def _backends() -> Iterator[Finding]:

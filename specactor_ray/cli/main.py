@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
 """Overrides inside a Ray job. Ray removes the job's own folder when it ends."""
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
+"""What stands in arguments for bytes that are not UTF-8."""
 
 app = typer.Typer(name="specactor", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -181,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         put_current_folder_last()
-        if strange := [one for one in given if not one.isascii() and has_no_utf8(one)]:
+        if strange := [one for one in given if _NO_UTF8.search(one)]:
             fix = "rename the file, or set a UTF-8 locale"
             raise InputError(f"{strange[0]!a} in the command line is not valid UTF-8; {fix}")
         if sum(one in ("--config", "-c") or one.startswith("--config=") for one in given) > 1:
@@ -192,15 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
     finally:
         atexit.register(ignore_signals)  # all is done; the final work of libraries must not be interrupted
-
-
-def has_no_utf8(text: str) -> bool:
-    """Whether the text came from bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def put_current_folder_last() -> None:

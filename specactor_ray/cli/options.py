@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from specactor_ray.core.console import log_through, make_console, say
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from specactor_ray.config import Config
@@ -53,12 +53,6 @@ def progress_console(log_level: str) -> Console:
 def finish(status: str, sound: bool = True) -> NoReturn:
     """Exit with the code of a status; `sound` applies to a status that is not an interruption."""
     raise typer.Exit(EXIT_INTERRUPTED if status == "interrupted" else 0 if sound else EXIT_FAILED)
-
-
-def require_positive(option: str, value: int | None) -> None:
-    """Raises InputError for a number below 1."""
-    if value is not None and value < 1:
-        raise InputError(f"{option}: {value} is too small; use 1 or more")
 
 
 def split_items(text: str) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.cli.options import require_positive, split_items
+from specactor_ray.cli.options import split_items
 from specactor_ray.core.console import draw, make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
@@ -44,14 +44,13 @@ def run(
         typer.Option(metavar="KEY=V1,V2,...", help="Simulate at each of these values of a key.", show_default=False),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Default: one per core.", show_default=False)] = None,
+    processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 
     The hardware is modelled, the decisions are the package's own. --output adds a plot.
     """
     overrides = overrides or []
-    require_positive("--processes", processes)
     with signals_deferred():
         from specactor_ray.simulation.scenario import load_scenario
 

