@@ -111,8 +111,13 @@ def room_on_cpu(available: float, target: TargetConfig) -> float:
 def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> float:
     """Bytes left for the cache on a GPU of `total` bytes beside `hosted` bytes of drafters; below 0 if the model does
     not fit."""
-    left = _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
+    left = usable_bytes(total) - hosted - (beside_the_cache(target) - _GPU_FIXED)
     return left / (1 + states_beside_the_cache(target, 1.0))
+
+
+def usable_bytes(total: float) -> float:
+    """Bytes of a GPU of `total` bytes for weights, caches and steps of a process that has it alone."""
+    return _SHARE_OF_GPU * total - _GPU_FIXED
 
 
 def beside_the_cache(target: TargetConfig) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specactor_ray.cluster.discovery import is_connected
-from specactor_ray.config.methods import DrafterSpec, drafter_specs, inline_drafters, is_hosted
+from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs, inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import gpu_memories
 from specactor_ray.core.errors import ConfigError
@@ -22,6 +22,7 @@ from specactor_ray.models.cache_size import (
     room_on_cpu,
     room_on_gpu,
     states_beside_the_cache,
+    usable_bytes,
 )
 
 PROCESS_BYTES = 0.35 * 2**30
@@ -62,12 +63,17 @@ def _drafter_item(drafter: DrafterSpec, config: Config) -> MemoryItem:
 
 def with_cache(config: Config) -> Config:
     """A copy with `target.kv_cache_gb` set, if it is not set and the device is known on this machine. A ConfigError if
-    the GPU cannot hold the model, or cannot hold it beside the configured cache."""
-    target = config.target
+    the GPU cannot hold the model, or cannot hold it beside the configured cache; or that of a draft actor cannot."""
+    target, specs = config.target, drafter_specs(config)
+    memories = gpu_memories() if config.cluster.address == "local" and not is_connected() else []
+    for one in acting_drafters(config) if memories else ():
+        if one.gpus and (held := footprint(specs[one.method], target, min(memories))) > usable_bytes(min(memories)):
+            problem = f"{one.model} with its cache and graphs takes {gib(held)}; a GPU has {gib(min(memories))}."
+            key = f"drafters.{config.drafters.index(one)}.gpus"
+            raise ConfigError(key, problem, "use a smaller kv_cache_gb or max_batch of the drafter, or another model.")
     if not target.gpus:
         room = room_on_cpu(available_bytes() if _judged(config) else float("inf"), target)
-    elif config.cluster.address == "local" and not is_connected() and (memories := gpu_memories()):
-        specs = drafter_specs(config)
+    elif memories:
         hosted = sum(footprint(specs[one.method], target, min(memories)) for one in inline_drafters(config))
         room = _require_room_on_gpu(config, min(memories), hosted)
     else:

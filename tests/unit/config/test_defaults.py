@@ -252,6 +252,23 @@ def test_hosted_drafters_leave_less_of_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert error.value.key == "target.gpus" and "kv_cache_gb or max_batch of hosted drafters" in error.value.fix
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_draft_actor_that_does_not_fit_is_refused(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafters: list[dict[str, Any]] = [{"method": "draft_model", "model": str(tiny_draft()), "gpus": 1, "max_batch": 64}]
+    target = {"model": str(tiny_target()), "gpus": int(not on_cpu), "max_batch": 4, "max_step_tokens": 64}
+    config = settle(from_mapping({"mode": "decoupled", "target": target, "drafters": drafters}), None)
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [80 * GIB, 4 * GIB])
+    assert memory.with_cache(config).target.kv_cache_gb
+    (spec,) = drafter_specs(config).values()
+    held = footprint(spec, config.target, 4 * GIB)
+    config.drafters[0].kv_cache_gb = 1.7
+    with pytest.raises(ConfigError, match=r"with its cache and graphs takes 1\.7\d GiB; a GPU has 4\.00 GiB") as error:
+        memory.with_cache(config)
+    assert error.value.key == "drafters.0.gpus" and "kv_cache_gb" in error.value.fix
+    config.drafters[0].kv_cache_gb = 1.6
+    assert memory.with_cache(config).target.kv_cache_gb and held < 0.5 * GIB
+
+
 @pytest.mark.usefixtures("qwen")
 def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the engine: 61 with 28 layers, and once more the activations of the largest step."""
