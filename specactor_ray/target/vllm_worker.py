@@ -323,27 +323,20 @@ class _Output(AsyncModelRunnerOutput):
 
     def __init__(self, output: Any, fields: dict[str, Any], stream: Any) -> None:
         self._output, self._fields, self._event = output, fields, None
-        tensors = {"packed": fields["packed"]}
-        if fields["tops"] is not None:
-            tensors["tokens"], tensors["gaps"] = fields["tops"]
+        self._copies = [fields["packed"], *(fields["tops"] or ())]
         if fields["packed"].is_cuda:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._copies = {name: one.to("cpu", non_blocking=True) for name, one in tensors.items()}
+                self._copies = [one.to("cpu", non_blocking=True) for one in self._copies]
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record(stream)
-        else:
-            self._copies = tensors
 
     def get_output(self) -> Any:
         output = self._output.get_output()
         if self._event is not None:
             self._event.synchronize()
-        copies = self._copies
-        arrays: dict[str, Any] = {"packed": copies["packed"].numpy()}
-        if "tokens" in copies:
-            arrays["tops"] = copies["tokens"].numpy(), copies["gaps"].numpy()
-        setattr(output, KEY, CoreStep(**{**self._fields, **arrays}))
+        packed, *tops = map(torch.Tensor.numpy, self._copies)
+        setattr(output, KEY, CoreStep(**{**self._fields, "packed": packed, "tops": tuple(tops) or None}))
         return output
 
     def get_kv_connector_output(self) -> Any:
