@@ -150,8 +150,7 @@ class _Others(TorchDispatchMode):
 @functools.cache
 def _own() -> Mapping[Any, Callable[..., _Found]]:
     """Function of torch → the one that takes its place, which returns NotImplemented for what it leaves to torch."""
-    from specactor_ray.models import _products_triton  # noqa: F401 - ImportError: there is no triton
-
+    _kernels()  # ImportError: there is no triton
     tensor: Any = Tensor
     by_function: dict[Callable[..., _Found], tuple[Any, ...]] = {
         _linear: (functional.linear,),
@@ -166,19 +165,21 @@ def _own() -> Mapping[Any, Callable[..., _Found]]:
     return {name: own for own, names in by_function.items() for name in names}
 
 
-def _fits(*factors: Tensor) -> bool:
-    from specactor_ray.models._products_triton import DTYPES
+def _kernels() -> Any:
+    from specactor_ray.models import _products_triton
 
-    return factors[0].dtype in DTYPES and len({factor.dtype for factor in factors}) == 1
+    return _products_triton
+
+
+def _fits(*factors: Tensor) -> bool:
+    return factors[0].dtype in _kernels().DTYPES and len({factor.dtype for factor in factors}) == 1
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> _Found:
     """`(..., inner)` by `(inner, columns)`, or by as many matrices as `ends` has entries."""
-    from specactor_ray.models._products_triton import product
-
     if not _fits(x, weight, *([] if bias is None else [bias])):
         return NotImplemented
-    found = product(x.reshape(1, -1, x.shape[-1]), weight if weight.ndim == 3 else weight[None], bias, ends)
+    found = _kernels().product(x.reshape(1, -1, x.shape[-1]), weight if weight.ndim == 3 else weight[None], bias, ends)
     return found.view(*x.shape[:-1], weight.shape[-1])
 
 
@@ -191,8 +192,6 @@ def _addmm(bias: Tensor, x: Tensor, weight: Tensor) -> _Found:
 
 
 def _matmul(x: Tensor, weight: Tensor) -> _Found:
-    from specactor_ray.models._products_triton import product
-
     if min(x.ndim, weight.ndim) < 2 or not _fits(x, weight):
         return NotImplemented
     if x.shape[-1] == 1:
@@ -201,7 +200,7 @@ def _matmul(x: Tensor, weight: Tensor) -> _Found:
         return _product(x, weight)
     batch = torch.broadcast_shapes(x.shape[:-2], weight.shape[:-2])
     whole = [one.expand(*batch, *one.shape[-2:]).reshape(-1, *one.shape[-2:]) for one in (x, weight)]
-    return product(*whole).view(*batch, x.shape[-2], weight.shape[-1])
+    return _kernels().product(*whole).view(*batch, x.shape[-2], weight.shape[-1])
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None) -> _Found:
@@ -209,8 +208,6 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor
 
 
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> _Found:
-    from specactor_ray.models._products_triton import sums
-
     [dim] = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else [dim]
     if not isinstance(dim, int) or not _fits(x) or dtype not in (None, torch.float32, x.dtype):
         return NotImplemented
@@ -218,7 +215,7 @@ def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtyp
         first, *others = x.unbind(dim)
         found = sum(others, first.float())
     else:
-        found = sums(x.movedim(dim, -1))
+        found = _kernels().sums(x.movedim(dim, -1))
     found = found.to(dtype or x.dtype)
     return found.unsqueeze(dim) if keepdim else found
 

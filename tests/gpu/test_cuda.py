@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.batch_invariance import read_in_parts
+from specactor_ray.models.batch_invariance import Invariant, read_in_parts
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, fitting, warm_up
@@ -63,7 +63,19 @@ def test_models_give_a_row_its_bits_in_every_batch(kind: str, dtype: torch.dtype
         assert torch.equal(read_in_parts(model, tokens, parts, beside), alone), (parts, beside)
 
 
-ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_many_rows_have_the_bits_of_few(dtype: torch.dtype) -> None:
+    """In the larger tile, which the comparison at the first product accepts."""
+    from specactor_ray.models import _products_triton
+
+    x, weight = (torch.randn(rows, 3584, device="cuda").to(dtype) for rows in (700, 4096))
+    with Invariant():
+        whole = torch.nn.functional.linear(x, weight)
+        assert same_bits(torch.cat([torch.nn.functional.linear(part, weight) for part in x.split(100)]), whole)
+    assert _products_triton._agree(x.device, dtype)
+
+
+ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500), (2, 17_000)]
 """New tokens, and those before."""
 
 
@@ -78,7 +90,9 @@ def attend_paged(
         tensors = (one.cuda() for one in (query, keys, values))
         on_device = (torch.from_numpy(one).int().cuda() for one in (starts, lengths, pages))
         most = int(np.diff(starts).max()), int(lengths.max())
-        return paged_attention(*tensors, *on_device, *most, rules, programs).cpu()
+        output = paged_attention(*tensors, *on_device, *most, rules, programs).cpu()
+        assert not output[starts[-1] :].any(), "padding sees nothing"
+        return output
 
     if "sinks" in options:
         options["sinks"] = options["sinks"].cuda()
@@ -105,7 +119,7 @@ def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
         (sequence(seed, before + count, *heads, *dim, dtype), before, before + count)
         for seed, (count, before) in enumerate(ROWS)
     ]
-    together = attend_paged(parts, page_size, 0, **options)
+    together = attend_paged(parts, page_size, 0, padding=70, **options)
     tolerance = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for (one, begin, end), output in zip(parts, together, strict=True):
         expected = reference(one, begin, end, **options)
