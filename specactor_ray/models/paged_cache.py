@@ -208,5 +208,8 @@ def sleep(model: torch.nn.Module, cache: PagedCache) -> None:
 
 def wake(model: torch.nn.Module, cache: PagedCache) -> None:
     """Allocate the memory again after `sleep`."""
+    from specactor_ray.models.layers import join_weights
+
     model.to(cache.device)
+    join_weights(model)
     cache.allocate()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
+
+if TYPE_CHECKING:
+    from specactor_ray.models._layers_triton import HeadNorms
 
 ATTENTION_NAME = "specactor_ragged"
 MASKED_NAME = "specactor_ragged_masked"
@@ -73,20 +76,27 @@ class RaggedBatch:
         value: torch.Tensor,
         rules: AttentionRules,
         rotary: Rotary | None = None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Store new keys and values, and compute attention. Shapes as in `ragged_attention`.
 
         Args:
-            rotary: Cosines and sines `(N, angles)` for queries and keys that are not rotated yet; on CPUs only.
+            rotary: Cosines and sines `(N, angles)` for queries and keys that are not rotated yet.
+            norms: Norms of heads before that; on GPUs only.
         """
-        cache, used, self.rules = self.cache, self.num_tokens, rules
-        attention = attention_for(cache.device)
+        cache, self.rules = self.cache, rules
+        attention, keys, values = attention_for(cache.device), cache.keys[layer], cache.values[layer]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if attention is attend_on_cpu:
-            store_pages(key, value, cache.keys[layer], cache.values[layer], self.slots, rotary)
+            store_pages(key, value, keys, values, self.slots, rotary)
             return attend_on_cpu(self, layer, query, rules, rotary)[None]
-        for pool, new in ((cache.keys[layer], key), (cache.values[layer], value)):
-            pool.flatten(0, 1).index_copy_(0, self.slots, new[:used])
+        if rotary is None:
+            for pool, new in ((keys, key), (values, value)):
+                pool.flatten(0, 1).index_copy_(0, self.slots, new[: self.num_tokens])
+        else:
+            from specactor_ray.models import _layers_triton
+
+            query = _layers_triton.store_pages(query, key, value, keys, values, self.slots, rotary, norms)
         return attention(self, layer, query, rules)[None]
 
     @functools.cached_property

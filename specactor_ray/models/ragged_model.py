@@ -18,7 +18,7 @@ from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import Probe
 from specactor_ray.models.batch_invariance import invariant, prove, read_in_parts
-from specactor_ray.models.cpu_layers import fuse
+from specactor_ray.models.layers import fuse
 from specactor_ray.models.loading import tied, wrong_value_errors
 from specactor_ray.models.packed_linear import (
     PackedLinear,
@@ -108,8 +108,7 @@ class RaggedModel:
             self._pad_to = cheapest_row_counts(packed) if packed else [0]
         self._hook_hidden_layers()
         self.cache = self._make_cache(cache_bytes)
-        if self.device.type == "cpu":
-            fuse(self.model, self._warm_up)
+        fuse(self.model, self._warm_up)
         self._check(probe)
         if self._invariant:
             prove(self, probe.token_ids[: self.cache.slots // 2])

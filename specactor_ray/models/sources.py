@@ -1,4 +1,4 @@
-"""What a module's class computes, by its source: which classes the compiled forms of `cpu_layers.py` stand for.
+"""What a module's class computes, by its source: which classes the forms of `layers.py` stand for.
 
 A few tokens at load do not show a scale that begins at a far position or a clip of large values, but the source does. A
 class whose source is not listed keeps its own forward.
@@ -68,8 +68,8 @@ class _Normal(ast.NodeTransformer):
         return node
 
 
-# Sources that were read and compute exactly what the forms of `cpu_layers.py` do, by a class of transformers that has
-# it; many others have the same. `tests/unit/models/test_cpu_layers.py` compares them with the installed version.
+# Sources that were read and compute exactly what the forms of `layers.py` do, by a class of transformers that has
+# it; many others have the same. `tests/unit/models/test_layers.py` compares them with the installed version.
 NORMS = {
     "9635bcd843f3": "llama.LlamaRMSNorm",
     "e5559c7750c3": "gemma.GemmaRMSNorm",
@@ -78,6 +78,7 @@ NORMS = {
     "e0fd214fdd79": "gemma4.Gemma4RMSNorm",
 }
 GATED_MLPS = {"7d2027d4464e": "llama.LlamaMLP"}
+LAYERS = {"1a8125909341": "llama.LlamaDecoderLayer", "eb03c623c021": "gemma2.Gemma2DecoderLayer"}
 ATTENTIONS = {
     "4e31d0172afb": "llama.LlamaAttention",
     "50617a8e5d37": "qwen3.Qwen3Attention",

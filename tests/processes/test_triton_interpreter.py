@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kernels", ["kernels", "attention", "products"])
+@pytest.mark.parametrize("kernels", ["kernels", "attention", "layers", "products"])
 def test_the_kernels_in_the_interpreter(kernels: str) -> None:
     tests = f"tests/unit/interpreted_{kernels}.py"
     child = subprocess.run(

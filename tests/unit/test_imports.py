@@ -71,6 +71,7 @@ MAY_IMPORT = {
     "triton": (
         "sampling/triton",
         "target/vllm_cpu.py",
+        "models/_layers_triton.py",
         "models/_paged_attention_triton.py",
         "models/_products_triton.py",
     ),
@@ -103,6 +104,7 @@ LEAVES = (
     "sampling/triton_noise.py",
     "sampling/fused.py",
     "integrations/verl.py",
+    "models/_layers_triton.py",
     "models/_paged_attention_triton.py",
     "models/_products_triton.py",
 )

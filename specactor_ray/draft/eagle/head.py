@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specactor_ray.models.layers import add
 from specactor_ray.models.rotary import fix_positions
 
 Attend = Callable[..., torch.Tensor]
@@ -94,8 +95,8 @@ class EagleAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Has the signature of transformers' attention, so that a compiled form can replace it
-        (`models/cpu_layers.py`)."""
+        """Has the signature of transformers' attention, so that a fused form can replace it
+        (`models/layers.py`)."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         batch, count, _ = x.shape
@@ -131,7 +132,7 @@ class EagleLayer(nn.Module):
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        attended = residual + self.self_attn(joined, rope, attend, **kwargs)[0]
+        attended = add(residual, self.self_attn(joined, rope, attend, **kwargs)[0], self.post_attention_layernorm)
         return attended + self.mlp(self.post_attention_layernorm(attended))
 
 

@@ -28,7 +28,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.model import ModelProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
-from specactor_ray.models.cpu_layers import fuse
+from specactor_ray.models.layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
@@ -56,10 +56,7 @@ class EagleRunner:
         if can_pack(self.device, self.dtype):
             pack_linears(head)
         self.cache = PagedCache([shape], cache_bytes, self.dtype, self.device)
-        if self.device.type == "cpu":
-            fuse(head, self._try_out)
-        else:
-            self._try_out()  # compiles attention
+        fuse(head, self._try_out)
 
     @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from tests.tiny import tiny_prompt_ids
 from tests.unit.draft.test_draft_loop import loop_of
 from tests.unit.draft.test_draft_model import load
 from tests.unit.draft.test_eagle import head, states_of
-from tests.unit.models.test_ragged_attention import NoKernel, Watch
+from tests.unit.models.test_ragged_attention import Watch, without_kernels
 
 WINDOW = 6
 
@@ -352,11 +352,8 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
         return torch.zeros(len(positions), 5, dtype=torch.int64)
 
     seen = set[str]()
-    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
-    for name in ("attend", "merge"):
-        monkeypatch.setattr(kernels, name, NoKernel())
-    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
+    without_kernels(monkeypatch)
     monkeypatch.setattr(burst, "candidates_on_device", zeros)
-    with attending(attend_on_gpu):
+    with attending(attend_on_gpu, fused=True):
         make(capturer=Watching(), max_batch=4)
     assert {"gather", "where", "index_copy_"} <= seen

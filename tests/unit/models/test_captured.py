@@ -7,7 +7,7 @@ import functools
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import captured, ragged_attention, ragged_model
 from specactor_ray.models.captured import Captured, CudaCapturer, longest_tail, sizes
 from specactor_ray.models.ragged_attention import attend_on_gpu
-from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.sampling import rules as sampling_rules
 from specactor_ray.target import hf
 from specactor_ray.target.base import Drafts, StepResult, TargetRequest
@@ -32,7 +32,7 @@ from tests.attention import attending
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids
 from tests.unit.engine_conformance import Driver, answers, noisy_tails, requests, run
-from tests.unit.models.test_ragged_attention import NoKernel, Watch
+from tests.unit.models.test_ragged_attention import Watch, without_kernels
 from tests.unit.target.test_hf_engine import load, raw
 
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 9}, {"top_p": 0.8}, {}, {"top_k": 30, "top_p": 0.9})
@@ -339,17 +339,6 @@ def test_nothing_is_captured_on_a_cpu() -> None:
     assert raw()._decode is None and captured.capturer_for(torch.device("cpu")) is None
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
-    for name in ("attend", "merge"):
-        monkeypatch.setattr(kernels, name, NoKernel())
-    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
-    with attending(attend_on_gpu):
-        yield
-
-
-@pytest.mark.usefixtures("without_kernels")
 def test_nothing_in_a_decode_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the sampler: on GPUs it is Triton's, here it finds nothing. A step runs at its capture, as on a GPU."""
 
@@ -365,6 +354,8 @@ def test_nothing_in_a_decode_step_waits_for_the_device(monkeypatch: pytest.Monke
         return torch.zeros(len(offsets), 2 + 3 * (1 + rest[2]), dtype=torch.int64)
 
     seen = set[str]()
+    without_kernels(monkeypatch)
     monkeypatch.setattr(hf, "verify_on_device", nothing)
-    raw(capturer=Watching(), max_batch=3, max_step_tokens=20, hidden_layers=[1])
+    with attending(attend_on_gpu, fused=True):
+        raw(capturer=Watching(), max_batch=3, max_step_tokens=20, hidden_layers=[1])
     assert {"index_copy_", "copy_"} <= seen

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor_ray.core.device import to_device
+from specactor_ray.models import layers
 from specactor_ray.models.ragged_attention import RaggedBatch, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
@@ -79,24 +80,35 @@ class NoKernel:
         return lambda *_, **__: None
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models run as on GPUs, but for attention, norms, gates and rotation."""
+    kernels = {
+        "_paged_attention_triton": ("attend", "merge"),
+        "_layers_triton": ("norm_rows", "gate_rows", "store_heads"),
+    }
+    for module, names in kernels.items():
+        owner = pytest.importorskip(f"specactor_ray.models.{module}", reason="needs triton")
+        for name in names:
+            monkeypatch.setattr(owner, name, NoKernel())
+    monkeypatch.setattr(layers, "_agrees", lambda *_: True)
+    monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)
+
+
 def test_nothing_in_a_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
-    for name in ("attend", "merge"):
-        monkeypatch.setattr(kernels, name, NoKernel())
-    layers: list[set[str]] = []
+    without_kernels(monkeypatch)
+    seen: list[set[str]] = []
 
     def watched(batch: RaggedBatch, layer: int, *arguments: Any) -> torch.Tensor:
         with Watch() as watch, NoHost():
             output = attend(batch, layer, *arguments)
-        layers.append(watch.seen)
+        seen.append(watch.seen)
         return output
 
     def watched_whole(batch: RaggedBatch, *arrays: torch.Tensor) -> torch.Tensor:
         with Watch():
             return run(batch, *arrays)
 
-    with attending(attend_on_gpu):
-        monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)  # nothing attends
+    with attending(attend_on_gpu, fused=True):
         model = RaggedModel(load(torch.float32), 8 << 20)
         attend, run = RaggedBatch.attend, model._run
         monkeypatch.setattr(RaggedBatch, "attend", watched)
@@ -104,4 +116,4 @@ def test_nothing_in_a_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
         rows = np.array([model.cache.open(100) for _ in range(3)])
         for counts in (np.array([70, 3, 1]), np.array([1, 2, 1])):
             model.forward(rows, counts, np.ones(counts.sum(), np.int64), np.ones(3, np.int64))
-    assert len(layers) == 2 * len(model.cache.keys) and all("index_copy_" in seen for seen in layers)
+    assert len(seen) == 2 * len(model.cache.keys) and all("new_empty" in one for one in seen)

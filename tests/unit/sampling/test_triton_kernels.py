@@ -175,6 +175,35 @@ def test_compiled_sums_spill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", ["norm_rows", "gate_rows", "store_heads"])
+def test_compiled_layers_spill_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capability: int
+) -> None:
+    """For the sizes of Qwen2.5-7B, with norms of heads, and for all gates."""
+    from specactor_ray.models import _layers_triton as layers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(layers, name)
+    sizes = {"GROUP": 7, "KV_HEADS": 4, "DIM": 128, "VALUE_DIM": 128, "GROUP_PAD": 8, "PAD": 128, "VALUE_PAD": 128}
+    constants = {**sizes, "ANGLES": 128, "OFFSET": 0, "BLOCK": 4096 if name == "norm_rows" else 1024}
+    tensors = (
+        "x", "more", "weight", "total", "out", "gate", "up", "query", "key", "value", "cos", "sin", "q_weight",
+        "k_weight", "turned", "keys", "values",
+    )  # fmt: skip
+    types = dict.fromkeys(set(kernel.arg_names) - constants.keys(), "i32") | {"eps": "fp32", "slots": "*i64"}
+    types |= dict.fromkeys(tensors, "*bf16")
+    for kind in range(len(layers.GATES) if name == "gate_rows" else 1):
+        constants["KIND"] = kind
+        given = {key: one for key, one in constants.items() if key in kernel.arg_names}
+        found = {key: one for key, one in types.items() if key in kernel.arg_names and key not in given}
+        code = build(
+            kernel, found, given, capability, num_warps=16 if name == "norm_rows" else 4, enable_fp_fusion=False
+        )
+        used = resources(code.asm["cubin"], tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("ranks", [1, MOST])
 @pytest.mark.parametrize("name", ["scan", "filter_rows", "commit"])
 def test_compiled_code_spills_nothing_and_rounds_every_operation(
@@ -212,12 +241,14 @@ class Variants:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, Variants]:
+    from specactor_ray.models import _layers_triton as layers
     from specactor_ray.models import _paged_attention_triton as attention
     from specactor_ray.models import _products_triton as products
     from specactor_ray.sampling import triton as triton_kernels
 
     found, sampler = {}, ("scan", "filter_rows", "commit")
     kernels = {triton_kernels: sampler, attention: ("attend", "merge"), products: ("multiply", "add_up")}
+    kernels[layers] = "norm_rows", "gate_rows", "store_heads"
     for module, names in kernels.items():
         for name in names:
             found[name] = Variants(getattr(module, name))
@@ -307,6 +338,22 @@ def test_no_number_of_rows_asks_for_other_products(variants: dict[str, Variants]
         products.product(x, experts, None, torch.zeros(5, dtype=torch.int32)[n % 2 :][:4])
         products.sums(x)
     assert (len(variants["multiply"].seen), len(variants["add_up"].seen)) == (2, 1)
+
+
+def test_no_number_of_rows_asks_for_other_layers(variants: dict[str, Variants]) -> None:
+    from specactor_ray.models import _layers_triton as layers
+
+    weight, pool = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(2, 256, 2, 64, dtype=torch.bfloat16)
+    for n in COUNTS:
+        x = torch.zeros(1, n, 64, dtype=torch.bfloat16)
+        layers.rms_norm(x, weight, 1e-5, 0)
+        layers.rms_norm(x, weight, 1e-5, 0, x)
+        layers.gated(*torch.zeros(1, n, 192, dtype=torch.bfloat16).split(96, dim=-1), "silu")
+        heads = torch.zeros(n, 8 * 64, dtype=torch.bfloat16).split([4 * 64, 2 * 64, 2 * 64], dim=-1)
+        slots = torch.zeros(n + 1, dtype=torch.int64)[n % 2 :][:n]
+        layers.store_pages(*(one.view(n, -1, 64) for one in heads), pool, pool, slots, (x[0], x[0]))
+    seen = [len(variants[name].seen) for name in ("norm_rows", "gate_rows", "store_heads")]
+    assert seen == [2, 1, 1]  # of a norm, and of a norm behind a sum
 
 
 def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from specactor_ray.models import cpu_layers, sources
+from specactor_ray.models import cpu_layers, layers, sources
 from specactor_ray.models.cpu_attention import store_pages
-from specactor_ray.models.cpu_layers import _GatedMlp, _RmsNorm
+from specactor_ray.models.layers import _GatedMlp, _RmsNorm
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
 from specactor_ray.models.ragged_model import RaggedModel
 
@@ -49,7 +49,7 @@ def test_norm(dtype: torch.dtype, offset: int, threads: None) -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(48).to(dtype), requires_grad=False)
     x = (torch.randn(2, 50, 48) * 3).to(dtype)
-    norm = _RmsNorm(module, 1e-5, offset)
+    norm = _RmsNorm(module, cpu_layers, 1e-5, offset)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (module.weight.double() + offset)
     close(norm(x), expected)
@@ -61,7 +61,7 @@ def test_gate(dtype: torch.dtype, threads: None) -> None:
     torch.manual_seed(0)
     module = nn.Module()
     module.gate_proj, module.up_proj, module.down_proj = (nn.Identity() for _ in range(3))
-    mlp = _GatedMlp(module)
+    mlp = _GatedMlp(module, cpu_layers, "silu")
     x = torch.cat([torch.randn(60, 48) * 4, torch.tensor([[-1e4, -90, -88, -5, 0, 88, 90, 1e4] * 6])]).to(dtype)
     wide = x.double()
     expected = wide * torch.sigmoid(wide) * wide
@@ -131,7 +131,7 @@ def test_what_agrees_is_replaced_and_nothing_else(
     counts: Counter[str] = Counter()
     found = logits()
     assert counts == replaced
-    monkeypatch.setattr(cpu_layers, "_forms", lambda module: [])
+    monkeypatch.setattr(layers, "_forms", lambda *_: [])
     expected = logits()
     assert counts == replaced, "none this time"
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
@@ -139,7 +139,7 @@ def test_what_agrees_is_replaced_and_nothing_else(
     torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("table", [sources.NORMS, sources.GATED_MLPS, sources.ATTENTIONS])
+@pytest.mark.parametrize("table", [sources.NORMS, sources.GATED_MLPS, sources.ATTENTIONS, sources.LAYERS])
 def test_sources_are_those_of_the_installed_transformers(table: dict[str, str]) -> None:
     """Another source must be read before its compiled form may stand for it."""
     for digest, name in table.items():
