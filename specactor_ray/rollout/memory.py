@@ -87,20 +87,18 @@ def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
     """`room_on_gpu`, checked against the configured cache."""
     target, room = config.target, room_on_gpu(config.target, total, hosted)
     own, beside = (target.kv_cache_gb or 0.0) * GIB, beside_the_cache(target) + hosted
-    if room <= own:
-        cache = f" beside a cache of {gib(own)}" if own else ""
-        problem = (
-            f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes {gib(beside)} of "
-            f"each GPU{cache}, and a GPU has {gib(total)}."
-        )
-        fix = "a larger target.tensor_parallel (and gpus)"
-        if target.backend == "hf":
-            fix = f"a smaller target.max_step_tokens, or target.backend=vllm with {fix}"
-        if hosted:
-            fix += ", or a smaller kv_cache_gb or max_batch of hosted drafters"
-        fix = f"{room / GIB:.3g} or less" if room > 0 < own else fix
-        raise ConfigError("target.kv_cache_gb" if room > 0 < own else "target.gpus", problem, f"use {fix}.")
-    return room
+    if room > own:
+        return room
+    cache = f" beside a cache of {gib(own)}" if own else ""
+    problem = (
+        f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes {gib(beside)} of each "
+        f"GPU{cache}, and a GPU has {gib(total)}."
+    )
+    if room > 0:
+        raise ConfigError("target.kv_cache_gb", problem, f"use {room / GIB:.3g} or less.")
+    smaller = "a smaller target.max_step_tokens, or target.backend=vllm with " if target.backend == "hf" else ""
+    more = ", or a smaller kv_cache_gb or max_batch of hosted drafters" if hosted else ""
+    raise ConfigError("target.gpus", problem, f"use {smaller}a larger target.tensor_parallel (and gpus){more}.")
 
 
 def require_memory(config: Config) -> None:
