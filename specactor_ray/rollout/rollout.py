@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
@@ -217,7 +218,8 @@ class Rollout(RunClient):
         """Check new weights and put them into the object store, for `update_weights`; requests continue. An InputError
         names a tensor that does not fit the target."""
         self.require_open()
-        return self.put_weights(self.weight_layout.buckets(weights), self.weight_layout)
+        layout = self.weight_layout
+        return put_weights(self.weight_version + 1, layout.buckets(weights), self._calls, layout=layout)
 
     @functools.cached_property
     def weight_layout(self) -> WeightLayout:

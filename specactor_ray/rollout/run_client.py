@@ -6,10 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
-from specactor_ray.actors.process import put_weights
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import inline_drafters, traits
@@ -22,9 +21,6 @@ from specactor_ray.rollout.engine import CLOSED, Engine
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import WeightSet
-
-if TYPE_CHECKING:
-    from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +69,6 @@ class RunClient:
         """Yield each entry when it has ended; see `Engine.run`."""
         with self.engine.opening_stream() as number:
             yield from self.engine.run(entries, number)
-
-    def put_weights(self, buckets: Iterable[WeightBucket], layout: WeightLayout) -> WeightSet:
-        """Put the next version of the policy's weights into the object store."""
-        self.require_open()
-        return put_weights(self.weight_version + 1, buckets, self._calls, layout=layout)
 
     def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
         """See `Rollout.update_weights`."""

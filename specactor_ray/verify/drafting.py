@@ -134,7 +134,11 @@ class DrafterSeat(Drafter):
         if not len(states.rows):
             return None
         streamed[states.rows] = states.starts + states.lengths
-        return states if self.hosted else replace(states, states=_to_wire(states.states))
+        if self.hosted:
+            return states
+        from specactor_ray.models.weight_buckets import to_wire
+
+        return replace(states, states=to_wire(states.states))
 
 
 class Drafting:
@@ -247,12 +251,6 @@ class Drafting:
         """Counters of links, malformed messages and the draft ladder; for any thread."""
         links = {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()}
         return {"links": links, **self.inbox.snapshot(), "ladder": self._standings}
-
-
-def _to_wire(states: Any) -> np.ndarray:
-    from specactor_ray.models.weight_buckets import to_wire
-
-    return to_wire(states)
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import pytest
 import ray
 
 from specactor_ray import Rollout, SamplingParams
+from specactor_ray.actors.process import put_weights
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.upstream import VERL
 from specactor_ray.integrations.verl_server import Seeds, VerlServer
@@ -259,7 +261,7 @@ def test_sleep_and_wake(local: VerlServer, plain: Rollout) -> None:
         await local.wake_up(["weights"])
         await local.release_kv_cache()
         layout = await local.weight_layout()
-        weight_set = plain.put_weights(layout.buckets(weights(1.0)), layout)
+        weight_set = put_weights(1, layout.buckets(weights(1.0)), Calls(), layout=layout)
         await local.update_weights(weight_set, global_steps=9)
         await local.wake_up(["kv_cache"])
         return [first, await local.generate(ids(0), asked, "b")]
