@@ -112,6 +112,7 @@ class ModelProposer(SlotProposer):
     def sleep(self) -> None:
         for slot in np.flatnonzero(self._placed).tolist():
             self._give_up(slot)  # no close has arrived yet
+        self._waiting[:] = False
         if self._bursts is not None:
             self._bursts.release()
         sleep(self._runner.model, self._cache)

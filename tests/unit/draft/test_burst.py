@@ -233,6 +233,18 @@ def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(ma
 
 
 @MAKERS
+def test_no_request_gets_a_place_in_a_sleeping_drafter(make: Any) -> None:
+    drafter, requests = make(max_batch=1), requests_of(2, 3)
+    for request in requests:
+        request.open(drafter)
+    assert drafter._waiting.tolist()[:2] == [False, True]
+    drafter.sleep()
+    requests[1].commit(drafter, [7])
+    drafter.extend()
+    assert not any(tail for _, tail in drafts(drafter, 2)[0])
+
+
+@MAKERS
 def test_a_cache_without_a_page_is_refused(make: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"1000 bytes holds no page of this model \(16 tokens of .*kv_cache_gb"):
         make(cache_bytes=1000)
