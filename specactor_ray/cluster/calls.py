@@ -152,13 +152,9 @@ class Calls:
         retry: bool = True,
         wake: Callable[[], None] | None = None,
     ) -> Call:
-        """Begin a call; returns at once.
-
-        Args:
-            deadline_s: Seconds after which the call fails with a `CallTimeoutError`.
-            retry: Send it again while the actor is unavailable; only for idempotent methods.
-            wake: Called in any thread when an answer has arrived.
-        """
+        """Begin a call, which fails with a `CallTimeoutError` after `deadline_s` seconds; returns at once. `retry`:
+        send it again while the actor is unavailable, only for idempotent methods; `wake` is called in any thread when
+        an answer has arrived."""
         return Call(self, (actor, method, arguments), self.clock.now() + deadline_s, retry, wake)
 
     def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float) -> Any:

@@ -195,12 +195,8 @@ def _spare_cores(config: Config, devices: Devices) -> int:
 
 def resolve_by_profile(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
     """Resolve `mode: auto` to the fastest of these modes by the profile, with lines for the choices. Other modes are
-    kept, and so is `auto` without a profile or, with a warning, if the profile does not hold here.
-
-    Raises:
-        InputError: The profile is missing or damaged, or no layout fits.
-        ConfigError: The layout as written cannot be decoupled.
-    """
+    kept, and so is `auto` without a profile or, with a warning, if the profile does not hold here. InputError: the
+    profile is missing or damaged, or no layout fits. ConfigError: the layout as written cannot be decoupled."""
     if config.mode is not ModeName.auto or config.profile is None:
         return config, []
     try:
@@ -231,13 +227,8 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def usable_profile(config: Config) -> Profile:
-    """The configured profile.
-
-    Raises:
-        InputError: It is missing or damaged.
-        ConfigError: It is not set, or was measured with another model, kind of device, hardware or torch; or the target
-            has several ranks.
-    """
+    """The configured profile. InputError: it is missing or damaged. ConfigError: it is not set, or was measured with
+    another model, kind of device, hardware or torch; or the target has several ranks."""
     if config.profile is None:
         fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
         raise ConfigError("profile", "is not set.", fix)

@@ -51,16 +51,9 @@ class RunInUseError(InputError):
 
 
 class RunLease:
-    """The right to write in a run's folder: a file lock, held until `release` or the end of the process.
-
-    Args:
-        folder: The folder; created if it does not exist.
-        key: The configuration key that names it, for messages.
-
-    Raises:
-        RunInUseError: Another process has the lease; the message has its host and process.
-        OSError: The folder cannot be written to.
-    """
+    """The right to write in a run's folder, which is created if it does not exist: a file lock, held until `release` or
+    the end of the process. `key` names the folder in messages. RunInUseError: another process has the lease; the
+    message has its host and process. OSError: the folder cannot be written to."""
 
     def __init__(self, folder: Path, key: str = "run.name") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,17 +83,15 @@ class RunLease:
 
 
 def lease_unfinished(config: Config, file: str, continues: Callable[[Path], bool]) -> tuple[Path, RunLease] | None:
-    """The run to continue, and its lease: that of `run.name`, else the latest in `run.dir` that no process uses.
+    """The run to continue, and its lease: that of `run.name`, else the latest in `run.dir` that no process uses. Runs
+    that end, are removed, or belong to other users meanwhile are left out.
 
     Args:
         file: File that every run of this kind has, with the time of its last sign of life.
         continues: Whether the run in a folder can be continued.
 
-    Other runs may end, be removed, or belong to other users meanwhile: they are left out.
-
     Raises:
-        RunInUseError: The named run is in use.
-        InputError: The folder of the named run cannot be written to.
+        InputError: The folder of the named run cannot be written to, or another process uses it (RunInUseError).
     """
     base = Path(config.run.dir).expanduser()
     if config.run.name is not None:

@@ -210,14 +210,8 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
 
 
 def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to continue if the data's position or the files would not fit; warn by name of all other changes.
-
-    Args:
-        before: Settings of the checkpoint; keys that are missing in it are not compared.
-
-    Raises:
-        ConfigError: A changed setting makes the checkpoint unusable; the message has key, both values and the fix.
-    """
+    """Refuse to continue, with a ConfigError, if the data's position or the files of the checkpoint would not fit; warn
+    by name of all other changes. Keys that are missing in `before`, its settings, are not compared."""
     changed = {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
     for key in (*_POSITION, _TASKS):
         if key in changed:
