@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 from specactor_ray.models import _layers_triton as kernels
-from specactor_ray.models import paged_cache
+from specactor_ray.models import batch_invariance, paged_cache, ragged_model
 from specactor_ray.models.batch_invariance import Invariant, read_in_parts
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
@@ -140,8 +140,8 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def load(kind: str, number: int = 1) -> RaggedModel:
-    return RaggedModel(make_model(kind, num_hidden_layers=number), 1 << 17)
+def load(kind: str, number: int = 1, **options: Any) -> RaggedModel:
+    return RaggedModel(make_model(kind, num_hidden_layers=number), 1 << 17, **options)
 
 
 def read(model: RaggedModel, *parts: np.ndarray) -> torch.Tensor:
@@ -208,11 +208,13 @@ def test_logits_are_those_of_transformers(kind: str, fused: set[str]) -> None:
 
 
 @pytest.mark.usefixtures("unproved")
-def test_a_row_has_its_bits_in_every_batch() -> None:
-    """With the products of `target.batch_invariant`."""
-    with attending(attend_on_gpu, fused=True):
-        model, tokens = load("qwen3"), np.arange(6)
-        model._kernels = Invariant()
+def test_a_row_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `target.batch_invariant`, whose proof at load takes the operators of fused layers."""
+    monkeypatch.setattr(ragged_model, "invariant", lambda *_: Invariant())
+    with attending(attend_on_gpu, fused=True), monkeypatch.context() as patch:
+        patch.setattr(batch_invariance, "_COMPANY", 20)
+        model, tokens = load("qwen3", batch_invariant=True), np.arange(6)
+        patch.undo()
         alone = read_in_parts(model, tokens, [6], 0)
         for beside in (16, 128):
             assert same_bits(read_in_parts(model, tokens, [2, 1, 3], beside), alone), beside
