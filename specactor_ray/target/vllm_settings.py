@@ -76,12 +76,13 @@ def require_room(target: TargetConfig, window: int) -> None:
 
 def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
-    draft tokens of a request in one step, 0 without speculation."""
+    draft tokens of a request in one step, 0 without speculation. Raises as `require_room`."""
     import torch
 
     from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
     from specactor_ray.models.loading import locate_model
 
+    require_room(config, max_drafts)
     source, revision = locate_model(config.model)
     cache, step_tokens = int(config.kv_cache_gb * GIB), max(config.max_step_tokens, config.max_batch)
     states = {"hidden_layers": list(config.hidden_layers), "record_margins": config.record_margins}

@@ -214,6 +214,11 @@ def test_engine_arguments_reach_the_engine() -> None:
     assert config.cache_config.block_size == 32 and config.scheduler_config.max_num_seqs == 4
 
 
+def test_engines_refuse_limits_that_are_too_small() -> None:
+    with pytest.raises(ConfigError, match=r"^target\.max_step_tokens: 11 positions .* 8 drafts beside 3 others\."):
+        arguments_of(8, max_batch=4, max_step_tokens=11)
+
+
 def arguments_of(drafts: int, max_batch: int = 4, max_step_tokens: int = 64, **more: Any) -> dict[str, Any]:
     sizes = {"max_model_len": 128, "max_batch": max_batch, "max_step_tokens": max_step_tokens, "kv_cache_gb": 1 / 64}
     config = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", **sizes, **more)

@@ -39,7 +39,7 @@ def raw(max_drafts: int = 64, **limits: Any) -> VllmEngine:
         **limits,
     }
     config = TargetConfig(**settings)
-    engine = VllmEngine(config, min(max_drafts, config.max_step_tokens - config.max_batch))
+    engine = VllmEngine(config, min(max_drafts, config.max_step_tokens - max(config.max_batch, 2)))
     _engines.append(engine)
     return engine
 
