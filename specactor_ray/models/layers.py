@@ -65,6 +65,7 @@ def join_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(form := vars(module).get("forward"), (_GatedMlp, _Attention)):
             form.inputs.join()
+    torch.cuda.empty_cache()  # no larger tensor fits where the parts were
 
 
 def add(x: torch.Tensor, y: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
