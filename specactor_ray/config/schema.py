@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 else:
     Auto = Optional
 _UNRESOLVED: Any = None
+_ADMITTED = 128
+"""Positions of a step beside one of each row, for a prompt that enters: the largest window of vLLM."""
 
 
 def _window(default: int | None) -> Any:
@@ -145,7 +147,7 @@ class TargetConfig:
     """Most requests a verifier runs at once. Default: 16 on the CPU, 128 on GPUs."""
     max_step_tokens: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks. Default:
-    512 on the CPU, 2048 on GPUs; not less than max_batch, for `vllm` max_batch + window."""
+    512 on the CPU, 2048 on GPUs, and at least max_batch + 128. At least max_batch, for `vllm` max_batch + window."""
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: the need of max_batch requests of
     max_model_len tokens; on a GPU at most the rest after weights, activations and graphs, on the CPU at most 1 (one
@@ -173,7 +175,7 @@ class TargetConfig:
         if self.max_batch is None:
             self.max_batch = 128 if self.gpus else 16
         if self.max_step_tokens is None:
-            self.max_step_tokens = max(self.max_batch, 2048 if self.gpus else 512)
+            self.max_step_tokens = max(self.max_batch + _ADMITTED, 2048 if self.gpus else 512)
 
 
 @dataclass

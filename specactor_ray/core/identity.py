@@ -48,14 +48,18 @@ def uncovered(backend: str, facts: Mapping[str, Any]) -> str:
     )
 
 
-def token_identity(device: str, dtype: str, mixture: bool, batch_invariant: bool = False) -> TokenIdentity:
+def token_identity(
+    device: str, dtype: str, mixture: bool, batch_invariant: bool = False, backend: str = "hf"
+) -> TokenIdentity:
     """Claim of a run of the target on `cpu` or `cuda`, in a data type other than `auto`. `mixture`: whether it is a
-    mixture of experts; `batch_invariant`: the key of `target`."""
+    mixture of experts; `batch_invariant`, `backend`: the keys of `target`."""
     if device != "cpu":
         if batch_invariant:
             return TokenIdentity(True, "target.batch_invariant is set, so kernels do not depend on the batch")
         hint = "target.batch_invariant=true selects others"
         return TokenIdentity(False, f"the GPU's kernels depend on the number of rows; {hint}")
+    if backend != "hf":
+        return TokenIdentity(False, f"{backend}'s kernels on CPUs depend on the number of rows; those of hf do not")
     if mixture:
         return TokenIdentity(False, f"a mixture of experts in {dtype} on CPUs is rounded by the rows of each expert")
     if dtype == "float32":

@@ -9,6 +9,7 @@ where the engine is built or the trainer attached; the contract tests name all o
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -111,8 +112,10 @@ def _source(module: str) -> Path | None:
 @functools.cache
 def _defined(file: Path) -> set[str]:
     """Names that a file defines or imports, at any depth: of modules, classes, functions, variables and attributes."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    found, source = set[str](), ast.Module([], [])
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # such a file defines nothing
+        source = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(source):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 found.add(name)

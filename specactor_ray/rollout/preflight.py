@@ -165,6 +165,10 @@ def check_target(config: Config) -> None:
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()
     _reject_context_beyond_the_models(config, text)
+    layers, last = config.target.hidden_layers, int(text.num_hidden_layers) - 1
+    if max(layers, default=0) > last:
+        problem = f"{max(layers)} is no layer of {config.target.model}, which has layers 0 to {last}."
+        raise ConfigError("target.hidden_layers", problem, f"use layers up to {last}.")
     if (stop := max(config.sampling.stop_token_ids, default=0)) >= text.vocab_size:
         problem = f"{stop} is no token of {config.target.model}; its largest id is {text.vocab_size - 1}."
         raise ConfigError("sampling.stop_token_ids", problem, "remove it, or end outputs by sampling.stop.")
@@ -212,7 +216,7 @@ def identity_of(config: Config) -> TokenIdentity:
         if (folder := require_model(target.model)) is not None:
             mixture = is_mixture(read_config(folder))
     device = "cuda" if target.gpus else "cpu"
-    return token_identity(device, dtype, mixture, target.batch_invariant)
+    return token_identity(device, dtype, mixture, target.batch_invariant, target.backend)
 
 
 def start_notes(config: Config) -> list[str]:

@@ -203,8 +203,10 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
         config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
     if config.backend == "vllm":
         from specactor_ray.target.vllm import VllmEngine
+        from specactor_ray.target.vllm_cpu import use_interpreter
         from specactor_ray.target.vllm_proof import LoadProof
 
+        use_interpreter()  # transformers imports Triton, too
         proof = LoadProof(config)
         engine = VllmEngine(config, max_drafts)
         try:

@@ -35,10 +35,14 @@ class _Driver:
 
 
 def use_interpreter() -> None:
-    """Offer vLLM the interpreter as Triton's backend for CPUs; before vLLM is imported. Nothing happens without its CPU
-    build."""
+    """Offer vLLM the interpreter as Triton's backend for CPUs; before vLLM is imported. A Triton that was imported
+    before, as PyTorch does for compilers, is imported again: its functions are for a compiler or for the interpreter
+    from their definition on. Nothing happens without vLLM's CPU build."""
     if not is_cpu_build():
         return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "triton._C" not in name]:
+            del sys.modules[name]
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends
 

@@ -8,5 +8,7 @@ from specactor_ray.target.vllm_cpu import use_interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interpreter() -> None:
-    use_interpreter()
+def interpreter(request: pytest.FixtureRequest) -> None:
+    """Not where all tests use Ray: actors would inherit the variable, and have to set it themselves."""
+    if any(item.get_closest_marker("vllm") and not item.get_closest_marker("ray") for item in request.session.items):
+        use_interpreter()

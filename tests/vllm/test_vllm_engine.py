@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -139,6 +143,32 @@ def test_samples_share_a_prompt_and_its_hidden_states(limits: dict[str, Any]) ->
     for one in batch:
         assert torch.allclose(states_of(ours, one.request_id), states_of(theirs, one.request_id), atol=1e-3)
     assert (ours.prefilled > 3 * len(prompt)) == bool(limits), "only then preempted; six samples in any case"
+
+
+def test_an_engine_starts_where_triton_was_imported_before_and_keeps_states_without_drafts() -> None:
+    """As in a process that has loaded a model with transformers."""
+    code = """
+import sys
+import torch._dynamo, triton
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.target.base import build_engine
+from tests.unit.engine_conformance import Driver, answers, requests
+
+limits = {"max_model_len": 128, "max_batch": 4, "max_step_tokens": 64, "kv_cache_gb": 1 / 64}
+config = TargetConfig(sys.argv[1], backend="vllm", dtype="float32", compiled=False, hidden_layers=[0, 2], **limits)
+engine = Driver(build_engine(config, "cpu", 0))
+found = answers(engine, requests(2, 1.0, max_tokens=8))
+assert {name: sum(len(part) for _, part in parts) for name, parts in found.states.items()}
+print("tokens", found.tokens)
+engine.close()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, str(tiny_vllm_target())]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=400
+    )
+    expected = answers(hf(), requests(2, 1.0, max_tokens=8)).tokens
+    assert f"tokens {expected}" in done.stdout, done.stderr[-3000:]
 
 
 def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:

@@ -64,7 +64,7 @@ def test_batches_and_steps_by_the_device() -> None:
     cpu, gpu = load_config().target, load_config(None, ["target.gpus=1"]).target
     assert (cpu.cores, cpu.max_batch, cpu.max_step_tokens) == (1, 16, 512)
     assert (gpu.max_batch, gpu.max_step_tokens) == (128, 2048)
-    assert load_config(None, ["target.max_batch=1024"]).target.max_step_tokens == 1024
+    assert load_config(None, ["target.max_batch=1024"]).target.max_step_tokens == 1024 + 128
     set_here = load_config(None, ["target.gpus=1", "target.max_batch=3", "target.max_step_tokens=7"]).target
     assert (set_here.max_batch, set_here.max_step_tokens) == (3, 7)
 

@@ -72,6 +72,8 @@ def test_a_run_says_what_holds(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         holds, (line,) = found(tmp_path, dtype=dtype)
         assert not holds and f"mixture of experts in {dtype}" in line
+    holds, (line,) = found(tiny_target(), dtype="float32", backend="vllm")
+    assert not holds and "vllm's kernels on CPUs" in line
     holds, (line,) = found(tmp_path, gpus=1)
     assert not holds and "number of rows" in line
     holds, (line,) = found(tmp_path, gpus=1, backend="vllm", batch_invariant=True)

@@ -27,6 +27,7 @@ FILES = {
     "    def __init__(self):\n        self.workers: list = []\n"
     "try:\n    from json import dumps as helper\nexcept ImportError:\n    pass\n",
     "engine/late.py": "async def flush(all, /): ...\n",
+    "engine/broken.py": "def flush(:\n",
 }
 
 
@@ -49,6 +50,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("engine.base", ["Base", "close", "workers", "helper"], ["dumps", "step"]),
         ("engine.late", ["flush"], ["all"]),
         ("engine.early", [], ["flush"]),
+        ("engine.broken", [], ["flush"]),
     ],
 )
 def test_names_are_found_in_the_source_of_a_module(module: str, there: list[str], lacking: list[str]) -> None:

@@ -60,8 +60,9 @@ def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpus": 1, "engine_arguments": {"quantization": "fp8"}}, None),
         ({"gpus": 1, "engine_arguments": {"quantization": "gptq"}}, r"quantized \(gptq\)"),
         ({"gpus": 1, "backend": "hf"}, None),
-        ({}, None),
-        ({"model": "mixture"}, "a mixture of experts in float32 on CPUs"),
+        ({"backend": "hf"}, None),
+        ({}, "vllm's kernels on CPUs depend"),
+        ({"backend": "hf", "model": "mixture"}, "a mixture of experts in float32 on CPUs"),
         ({"gpus": 1, "model": "mixture"}, None),
     ],
 )
@@ -77,6 +78,16 @@ def test_batch_invariance_that_no_kernel_gives_is_refused(
     with pytest.raises(ConfigError, match=rf"target\.batch_invariant: .*{problem}.* Fix: set"):
         preflight.check_target(config_with(batch_invariant=True, **target))
     preflight.check_target(config_with(**target))
+
+
+def test_layers_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaConfig(**LLAMA, max_position_embeddings=512)
+    last = model.num_hidden_layers - 1
+    check(monkeypatch, model, hidden_layers=[0, last])
+    with pytest.raises(
+        ConfigError, match=rf"target\.hidden_layers: {last + 1} is no layer of .* 0 to {last}\. Fix: use"
+    ):
+        check(monkeypatch, model, hidden_layers=[0, last + 1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 12])
