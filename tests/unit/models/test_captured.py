@@ -171,9 +171,11 @@ def test_a_prompt_that_is_longer_than_the_sizes_is_eager() -> None:
 
 def test_padding_writes_to_no_page_of_a_row() -> None:
     """All that a step changes of the cache is what its rows read, and the first slot of the page that nobody holds."""
-    turns = Turns(raw(capturer=FakeCapturer(), max_batch=16), 5)
-    model: Any = turns.engine._model
-    cache, rows = model.cache, turns.engine._admission.cache_rows(np.arange(5, dtype=np.int32))
+    engine = raw(capturer=FakeCapturer(), max_batch=16)
+    cache = engine._model.cache
+    for pool in cache._pools:
+        pool.zero_()  # it holds what the memory held before, such as the same keys of another engine
+    turns, rows = Turns(engine, 5), engine._admission.cache_rows(np.arange(5, dtype=np.int32))
     for mix in MIXES:
         before, lengths = [pool.clone() for pool in cache._pools], cache.lengths[rows].copy()
         turns.step(mix)
@@ -185,7 +187,7 @@ def test_padding_writes_to_no_page_of_a_row() -> None:
             for i in range(5)
             for at in range(lengths[i], lengths[i] + 1 + mix[i])
         }
-        assert wanted <= set(found) and set(found) - wanted <= {turns.engine._decode._unused}
+        assert wanted <= set(found) and set(found) - wanted <= {engine._decode._unused}
 
 
 def test_sleep_drops_the_steps_and_waking_captures_them_again() -> None:
