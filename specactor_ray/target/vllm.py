@@ -95,6 +95,7 @@ class VllmEngine:
         remove_what_killed_ones_left()
         others, self._record = shared_memory(), None
         eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
+        max_drafts = max(max_drafts, bool(config.hidden_layers))  # vLLM exports them beside a speculator only
         arguments = engine_arguments(config, max_drafts)
         try:
             settings = EngineArgs(**arguments).create_engine_config()

@@ -114,9 +114,9 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     if config.gpus:
         # Share of memory that must be free when vLLM starts; 0.92 by default.
         arguments["gpu_memory_utilization"] = min(1.0, (beside_the_cache(config) + cache) / device_bytes())
-    if max_drafts or config.hidden_layers:  # vLLM exports hidden states beside a speculator only
+    if max_drafts:
         # A method of the V2 runner without a model; the worker replaces its speculator.
-        speculation = {"method": "ngram_gpu", "num_speculative_tokens": max(max_drafts, 1)}
+        speculation = {"method": "ngram_gpu", "num_speculative_tokens": max_drafts}
         arguments["speculative_config"] = {**speculation, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     captured = torch.cuda.is_available() and config.compiled and max_drafts
     if captured and not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
