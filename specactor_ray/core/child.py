@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import signal
 import traceback
 from collections.abc import Callable
@@ -70,11 +71,10 @@ def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Re
 def _main(messages: Connection) -> None:
     with contextlib.suppress(EOFError):  # the parent has ended
         while True:
+            received = messages.recv_bytes()
             try:
-                function, work = messages.recv()
+                function, work = pickle.loads(received)  # a module that cannot be imported is an error of the call
                 messages.send(("result", function(work, lambda report: messages.send(("report", report)))))
-            except EOFError:
-                raise
             except UserError as error:
                 messages.send(("error", error))
             except Exception:  # noqa: BLE001 - shown by the parent

@@ -46,6 +46,8 @@ _numbers: list[int] = []
 
 def add(number: int, report: Report) -> int:
     """The sum of all numbers until now; the process ends itself at a number below 0."""
+    if number > 9:
+        raise EOFError("a file of the call ends early")
     if number < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     _numbers.append(number)
@@ -57,6 +59,8 @@ def test_a_process_answers_call_after_call_until_it_dies() -> None:
     with contextlib.closing(Child("adder")) as child:
         seen = list[str]()
         assert [child.call(add, number, seen.append) for number in (1, 2)] == [1, 3] and seen == ["1", "0"]
+        with pytest.raises(SpecActorError, match=r"(?s)adder failed:.*EOFError: a file of the call"):
+            child.call(add, 10, seen.append)
         with pytest.raises(SpecActorError, match=r"(?s)adder failed:.*ZeroDivisionError"):
             child.call(add, 0)
         assert child.call(add, 4) == 7
