@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class VllmEngine:
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
         self.weight_version, self.exports = 0, bool(config.hidden_layers)
-        self._cached: dict[int, tuple[np.ndarray, int]] = {}
+        self._cached: dict[int, tuple[Sequence[Any], int]] = {}
         """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
         try:
@@ -251,32 +251,35 @@ class VllmEngine:
                 self._read.append((done, scores))
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        caches, ends, block = [self._cached.get(row) or self._cache_of(row) for row in rows.tolist()], [], self._block
+        caches, block = [self._cached.get(row) or self._cache_of(row) for row in rows.tolist()], self._block
+        ids, ends = list[np.ndarray](), list[int]()
         for (blocks, computed), row, start in zip(caches, rows.tolist(), starts.tolist(), strict=True):
-            end = min(computed, int(self._rows.length[row]) - 1)
-            ends.append(end if blocks[start // block : -(-end // block)].all() else start)  # 0: outside of a window
+            end, first = min(computed, int(self._rows.length[row]) - 1), start // block
+            ids.append(np.array([one.block_id for one in blocks[first : -(-end // block)]], np.int64))
+            ends.append(end if ids[-1].all() else start)  # 0: outside of a window
         chosen, lengths = fewest_first(np.array(ends, np.int64), starts, most)
         rows, starts, slots = rows[chosen], starts[chosen], []
         if not len(rows):
             return States(rows, starts, lengths, torch.empty(0))
         for i, start, length in zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             at = np.arange(start, start + length)
-            slots.append(caches[i][0][at // block] * block + at % block)
+            slots.append(ids[i][at // block - start // block] * block + at % block)
         states = self._core.collective_rpc("states", args=(np.concatenate(slots),))[0]
         return States(rows, starts, lengths, states if torch.is_tensor(states) else from_wire(states))
 
-    def _cache_of(self, row: int) -> tuple[np.ndarray, int]:
-        """Blocks of a request in vLLM's cache, int64 `(blocks,)`, and the number of positions that launched steps
-        computed there, rejected drafts included."""
+    def _cache_of(self, row: int) -> tuple[Sequence[Any], int]:
+        """vLLM's blocks of a request in its cache, and the number of positions that launched steps computed there,
+        rejected drafts included."""
         scheduler, name = self._core.scheduler, self._ids.get(row, "")
         if (request := scheduler.requests.get(name)) is None:
-            return np.zeros(0, np.int64), 0
-        blocks = scheduler.kv_cache_manager.get_block_ids(name)[self._group]
-        return np.array(blocks, np.int64), request.num_computed_tokens - self._flight.held(name)
+            return (), 0
+        blocks = scheduler.kv_cache_manager.get_blocks(name).blocks[self._group]
+        return blocks, request.num_computed_tokens - self._flight.held(name)
 
     def _note_caches(self) -> None:
         if self.exports:
-            self._cached = {row: self._cache_of(row) for row in self._ids}
+            caches = {row: self._cache_of(row) for row in self._ids}
+            self._cached = {row: (list(blocks), computed) for row, (blocks, computed) in caches.items()}
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         weights = self._format.of_files(state_dict)
@@ -359,8 +362,8 @@ class VllmEngine:
 
 
 def states_group(caches: Any) -> tuple[int, int]:
-    """The group of layers in vLLM's `KVCacheConfig` by whose slots hidden states are kept, one that keeps all tokens
-    where there is one: its number and its block size."""
+    """Number and block size of the group of layers in vLLM's `KVCacheConfig` that gives hidden states their slots: one
+    that keeps all tokens where there is one."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]

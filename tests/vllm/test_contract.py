@@ -55,7 +55,8 @@ PARTS = {
         *("max_num_scheduled_tokens", "kv_cache_config", "kv_cache_manager"),
         "update_from_output(scheduler_output, model_runner_output)",
     ),
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("get_block_ids(request_id)",),
+    "vllm.v1.core.kv_cache_manager": ("KVCacheManager.get_blocks(request_id)", "KVCacheBlocks.blocks"),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": ("block_id",),
     "vllm.v1.core.sched.output.SchedulerOutput": (
         *("scheduled_spec_decode_tokens", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     ),
