@@ -196,7 +196,7 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
 
 
 def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -> float:
-    """Bytes of weights, cache and captured steps of one drafter, whose data type is resolved; 0 without a model.
+    """Bytes of weights, cache and captured steps of one drafter with a resolved data type; 0 without a model.
     `total`: bytes of its GPU; None on the CPU."""
     from specactor_ray.models.cache_size import captured_bytes, count_parameters, drafter_cache_bytes
     from specactor_ray.models.loading import parse_dtype

@@ -155,7 +155,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def splits_of(keys: int) -> int:
-    """Number of splits of a row with so many keys."""
+    """Number of splits of a row with `keys` keys."""
     unit = max(keys - 1, 0) // SPLIT
     doubled = max(unit.bit_length() - 5, 0)
     return (unit >> doubled) + 16 * doubled + 1

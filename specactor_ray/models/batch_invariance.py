@@ -89,7 +89,7 @@ def require_device(device: torch.device | None = None) -> None:
 
 def prove(model: RaggedModel, tokens: np.ndarray) -> None:
     """ConfigError: a sequence does not give the same bits read at once, and in part beside another row and token by
-    token, or it calls operators whose bits may depend on the batch."""
+    token, or it calls operators with bits that may depend on the batch."""
     name, cache, single = type(model.model).__name__, model.cache, min(3, len(tokens) - 1)
     parts = [len(tokens) - single, *[1] * single]
     with _Others() as watch:

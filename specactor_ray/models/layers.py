@@ -36,7 +36,7 @@ def operators(device: torch.device) -> Any:
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Replace the modules of a model whose forms agree with them in `forward`; on CPUs those with packed linears."""
+    """Replace the modules of a model by forms that agree with them in `forward`; on CPUs those with packed linears."""
     own = operators(next(model.parameters()).device)
     forms = {module: found for module in model.modules() if (found := list(_forms(module, own)))}
     ran: set[nn.Module] = set()

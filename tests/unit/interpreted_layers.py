@@ -169,7 +169,7 @@ def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unproved")
 @pytest.mark.parametrize(("kind", "launched"), [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma2", 11)])
 def test_kernels_of_a_layer(kind: str, launched: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step of one token: products of queries, keys and values, of attention, of gates and of the MLP; attention,
+    """A step of one token has products of queries, keys and values, of attention, of gates and of the MLP; attention,
     norms with the sums before them, gates, and heads on their way into pages."""
     with attending(attend_on_gpu, fused=True):
         model, seen = load(kind, 2), list[Counter[str]]()
@@ -209,7 +209,7 @@ def test_logits_are_those_of_transformers(kind: str, fused: set[str]) -> None:
 
 @pytest.mark.usefixtures("unproved")
 def test_a_row_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `target.batch_invariant`, whose proof at load takes the operators of fused layers."""
+    """With `target.batch_invariant`: its proof at load takes the operators of fused layers."""
     monkeypatch.setattr(ragged_model, "invariant", lambda *_: Invariant())
     with attending(attend_on_gpu, fused=True), monkeypatch.context() as patch:
         patch.setattr(batch_invariance, "_COMPANY", 20)

@@ -151,7 +151,7 @@ def test_drafters_are_asked_where_the_next_step_has_room(monkeypatch: pytest.Mon
 
 
 def test_a_step_that_depends_on_the_one_before_has_drafts(engine: Driver) -> None:
-    """A request whose drafts may fill its context is planned after they are rejected."""
+    """A request with drafts that may fill its context is planned after they are rejected."""
     request = replace(requests(1, 1.0, max_tokens=12, ignore_eos=True)[0], prompt_token_ids=(5,) * 250)
     truth = answers(hf(), [request]).tokens["r0"]
     collected = Collected()

@@ -28,7 +28,7 @@ class Held:
 
     tails: list[tuple[int, ...]] = field(default_factory=list)
     base: int = -1
-    told: int = -1
+    sent: int = -1
 
 
 @dataclass
@@ -209,15 +209,15 @@ class Pair:
         seat = self.rng.choice(self.pairs())[0]
         mine = {row: known for row, known in self.naive.rows.items() if seat in known.held}
         for row, known in mine.items():
-            if known.held[seat].told < 0:  # by an open, which holds everything so far
-                known.held[seat].told = self.table.sent[seat, row] = len(known.output)
+            if known.held[seat].sent < 0:  # by an open, which holds everything so far
+                known.held[seat].sent = self.table.sent[seat, row] = len(known.output)
         rows = self.rng.sample(list(mine), self.rng.randint(0, len(mine)))
-        news = [mine[row].output[mine[row].held[seat].told :] for row in rows]
+        news = [mine[row].output[mine[row].held[seat].sent :] for row in rows]
         lengths, tokens = self.table.unsent(seat, rows)
         assert lengths.tolist() == list(map(len, news))
         assert tokens.tolist() == [token for new in news for token in new]
         for row in rows:
-            mine[row].held[seat].told = len(mine[row].output)
+            mine[row].held[seat].sent = len(mine[row].output)
 
     def check(self) -> None:
         table, naive = self.table, self.naive
