@@ -1,24 +1,32 @@
 #!/usr/bin/env python3
 """What the policy gains and loses, without noise: situations simulated by the product's decisions and by plain decoding
-on the same verifiers. `x plain` is the ratio of their speeds, drafters' GPUs not counted.
+on the same verifiers, and streams of changing acceptance beside an oracle (`policy_streams.py`). `x plain` is the ratio
+to the speed of plain decoding, drafters' GPUs not counted.
 
-    python scripts/bench_policy.py                    # all; two minutes on two cores
+    python scripts/bench_policy.py                    # the situations; two minutes on two cores
     python scripts/bench_policy.py useless drifting   # some
+    python scripts/bench_policy.py --streams          # the streams; a minute
     python scripts/bench_policy.py --json FILE
 """
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from policy_streams import measure, streams
 
-from specactor_ray.bench.micro import JsonFile, run_script, show_points
+from specactor_ray.bench.micro import JsonFile, points_table, run_script, show_points
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.simulation.comparison import VariantJob, run_jobs
 from specactor_ray.simulation.rollouts import Result
@@ -78,12 +86,42 @@ def judge(name: str, results: Mapping[str, Result]) -> Iterator[dict[str, Any]]:
             }
 
 
+SEEDS = {1: 3, 4: 1, 16: 1, 64: 1}
+"""Rows of a stream → runs."""
+
+
+def stream_points(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The figures of every stream in both layouts."""
+    cases = list(itertools.product(names, (True, False), SEEDS, (0.1, 0.3)))
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(measure, *zip(*((*one, SEEDS[one[2]]) for one in cases), strict=True)))
+
+
+def worst_of(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A point per stream and layout: means of speeds, and the worst of the others, over rows and slopes."""
+    for (stream, layout), group in itertools.groupby(points, lambda one: (one["stream"], one["layout"])):
+        found = list(group)
+        columns = {name: [one[name] for one in found if one[name] is not None] for name in list(found[0])[4:]}
+        speeds = {name: sum(columns[name]) / len(found) for name in ("x plain", "oracle x plain")}
+        regret = {name: max(columns[name], default=None) for name in columns if name.startswith("regret")}
+        worst = "worst 100 steps x plain"
+        yield {"stream": stream, "layout": layout, **speeds, **regret, worst: min(columns[worst])}
+
+
 def main(
     names: Annotated[list[str] | None, typer.Argument(metavar="[SITUATION]...", help=", ".join(SITUATIONS))] = None,
+    on_streams: Annotated[bool, typer.Option("--streams", help="Streams in place of situations.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    if unknown := [name for name in names or () if name not in SITUATIONS]:
-        raise InputError(f"{unknown[0]}: no such situation; there are {', '.join(SITUATIONS)}")
+    known = list(streams(True)) if on_streams else list(SITUATIONS)
+    if unknown := [name for name in names or () if name not in known]:
+        raise InputError(f"{unknown[0]}: not among {', '.join(known)}")
+    if on_streams:
+        points = stream_points(names or known)
+        make_console().print(points_table(list(worst_of(points)), "streams; worst of 1 to 64 rows and slopes 0.1, 0.3"))
+        if json_file is not None:
+            write_json(json_file, points, new=True)
+        return
     jobs = {(name, what): job for name in names or SITUATIONS for what, job in jobs_of(name).items()}
     with PhaseProgress(make_console(sys.stderr), "simulating", len(jobs)) as progress:
         found = run_jobs(list(jobs.values()), on_progress=lambda done: progress.update(done, f"{len(jobs)} runs"))
