@@ -1,4 +1,4 @@
-"""Streams of draft tokens whose acceptance changes, through the product's verify loop on virtual time, beside an oracle.
+"""Streams of draft tokens whose acceptance changes, by the product's verify loop on virtual time, beside an oracle.
 
 One verifier decodes `rows` requests at a time. A plain step takes V, and each draft token beside it a share of V that
 is called `slope`, divided by the rows. A model drafts a token for all its requests in D, and reads a token of a request
