@@ -85,7 +85,11 @@ def config(
     sys.stdout.write(to_yaml(load_config(config_file, overrides or ())))
 
 
-def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
+def rollout(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the figures of the drafts, too.")] = False,
+) -> None:
     """Roll out the prompts of data.path and write trajectories (JSONL) and a summary (JSON).
 
     Trajectories go to trajectories.jsonl.partial in the run's folder as they end; the file is renamed when all have.
@@ -96,8 +100,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 
     outcome = run_rollout(settings, progress)
     console = make_console()
-    console.print(rollout_table(outcome.summary))
-    if (ladder := ladder_table(outcome.summary["actors"])) is not None:
+    console.print(rollout_table(outcome.summary, verbose))
+    if verbose and (ladder := ladder_table(outcome.summary["actors"])) is not None:
         console.print(ladder)
     counts = outcome.summary["trajectories"]
     alarms = alarm_lines(outcome.summary["drafters"])
@@ -106,6 +110,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     if Path(outcome.summary["output"]).exists():
         say(console, f"trajectories: {outcome.summary['output']}")
     say(console, f"summary and configuration: {outcome.folder.resolve()}")
+    say(console, f"drafts: {outcome.summary['drafts']}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -17,8 +17,8 @@ _MOST_DIFFERENCES = 10
 _SPLIT = ("forward", "sampling", "protocol", "waiting")
 
 
-def rollout_table(summary: Mapping[str, Any]) -> Table:
-    """The figures of one rollout, one per row."""
+def rollout_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
+    """The figures of one rollout, one per row; those of its drafts only if `verbose`."""
     metrics, counts = summary["metrics"], summary["trajectories"]
     figures = [
         ("mode", summary["config"]["mode"]),
@@ -29,17 +29,19 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
             * bool(summary["resumed"])
         ),
         ("generated", f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"),
-        ("discarded", f"{summary['discarded_tokens']:,} tokens behind stop texts, or computed twice"),
         ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+    ]
+    drafting = [
+        ("discarded", f"{summary['discarded_tokens']:,} tokens behind stop texts, or computed twice"),
         ("acceptance length", f"{metrics['acceptance_length']:.2f} tokens per request and step"),
         ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
         ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
-        ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
         ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {metrics['rescued_tails']:,}"),
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ]
+    figures += drafting if verbose else []
     if summary["fallbacks"]:
         figures.append(("fallbacks", "; ".join(summary["fallbacks"])))
     return figures_table(f"rollout {summary['run']} ({summary['status']})", figures)

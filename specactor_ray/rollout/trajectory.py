@@ -20,7 +20,7 @@ _IN_ROWS = (
 )
 _OPTIONAL = ("error", "stop_reason", "versions")
 """Fields of a trajectory's row; of these those that are set."""
-_RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share")
+_RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share", "speedup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,12 @@ class RolloutMetrics(StepMetrics):
     def supply_share(self) -> float:
         """Share of request steps with at least one usable draft token."""
         return self.supplied_row_steps / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Estimated speed of the steps to that of plain decoding (`StepMetrics.plain_s`); 0 before the first step."""
+        total_s = self.forward_s + self.sampling_s + self.waiting_s + self.protocol_s
+        return self.plain_s / total_s if total_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and ratios as plain data."""

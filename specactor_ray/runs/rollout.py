@@ -15,7 +15,9 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.rules import unused_by_rollouts
+from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, ModelLoadError
@@ -39,6 +41,7 @@ from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted,
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.rollout.trajectory import RolloutMetrics
 
 
 @dataclass(slots=True)
@@ -231,7 +234,7 @@ def _consume(
 
 
 def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
-    tokens, actors = rollout.committed_tokens, list[dict[str, Any]]()
+    tokens, metrics, actors = rollout.committed_tokens, rollout.metrics(), list[dict[str, Any]]()
     with contextlib.suppress(Exception):  # the controller does not answer
         actors = rollout.status()
     return {
@@ -241,7 +244,8 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
         "trajectories": tally.figures(),
         "reissued_requests": rollout.reissued_requests,
-        "metrics": rollout.metrics().to_dict(),
+        "metrics": metrics.to_dict(),
+        "drafts": drafts_in_words(rollout.config, metrics),
         "config": yaml.safe_load(to_yaml(rollout.config)),
         "fallbacks": rollout.fallbacks(),
         "identity": identity_of(rollout.config).to_dict(),
@@ -250,6 +254,16 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "versions": versions(),
         "hardware": {**hardware(), "cluster": _cluster_resources()},
     }
+
+
+def drafts_in_words(config: Config, metrics: RolloutMetrics) -> str:
+    """Whether drafts helped, by the seconds of the measured steps."""
+    if config.mode is ModeName.plain or not metrics.row_steps:
+        return "none, mode is plain" if config.mode is ModeName.plain else "none, nothing was generated"
+    line = f"about {metrics.speedup:.2f}x of plain decoding (acceptance length {metrics.acceptance_length:.1f})"
+    if metrics.suspended_steps:
+        line += f"; drafting was suspended in {metrics.suspended_steps / metrics.steps:.0%} of the steps"
+    return line + "; the devices of draft actors are not counted" * bool(draft_actors(config))
 
 
 def _cluster_resources() -> dict[str, float]:

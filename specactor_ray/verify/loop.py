@@ -128,6 +128,7 @@ class VerifyLoop(Loop):
         """Counters of the loop and of the drafts; `inbox`: queued messages of drafters; `busy_s`: see `Loop`."""
         return {
             **self.metrics.to_dict(),
+            "plain_s": self._requests.plain.seconds,
             **self._drafting.snapshot(),
             "running": len(self._requests),
             "inbox": len(self._drafting.inbox),
@@ -173,6 +174,7 @@ class VerifyLoop(Loop):
             self._drafting.flush(models_turn=False)
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
+        self._requests.plain.record(result, len(rows), accepted, seconds)
         positions, prefill = result.num_tokens, result.num_prefill_tokens
         self._drafting.policy.record(len(rows), positions, prefill, accepted, seconds)
         return True

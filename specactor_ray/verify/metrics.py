@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specactor_ray.plan.costs import range_number
 from specactor_ray.target.base import StepResult
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class StepMetrics:
     waiting_s: float = 0.0
     protocol_s: float = 0.0
     """Seconds between two forwards that are neither sampling nor waiting for drafts."""
+    plain_s: float = 0.0
+    """Estimated seconds of plain decoding for the same tokens, see `PlainEstimate`."""
     drafted_by_position: list[int] = field(default_factory=list)
     """Number of times that the 1st, 2nd, ... draft token of a tail was verified."""
     accepted_by_position: list[int] = field(default_factory=list)
@@ -82,3 +85,52 @@ class StepMetrics:
         accepted = list(self.accepted_by_position)
         drafted = self.drafted_by_position[: len(accepted)]
         return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}
+
+
+class PlainEstimate:
+    """Seconds of plain steps that would have committed the tokens of the recorded steps, as many requests at once.
+
+    A step over `rows` requests and `prefill` positions of prompts that commits `accepted` right draft tokens stands
+    for a plain one over rows + prefill positions, and `accepted / rows` more over the rows. What plain steps take is
+    the mean of measured ones with as many positions, with straight lines between; below the smallest measured one by
+    the slope over all, but at most in proportion. Left out: cores and GPUs of draft actors, and the order in which
+    requests end.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[int, list[float]] = {}
+        """Range of positions → number of steps, their positions and seconds of the engine."""
+        self._plain: dict[int, list[float]] = {}
+        """Range of positions → number of plain steps, and their positions."""
+        self._own_s = 0.0
+
+    def record(self, result: StepResult, rows: int, accepted: int, seconds: Seconds) -> None:
+        """Record a step."""
+        _add(self._measured, result.num_tokens, 1.0, seconds.engine)
+        more = accepted / rows if rows else 0.0
+        _add(self._plain, rows + result.num_prefill_tokens, 1.0)
+        _add(self._plain, rows, more)
+        self._own_s += seconds.own * (1.0 + more)
+
+    @property
+    def seconds(self) -> float:
+        """The estimate; for any thread."""
+        knots = sorted((positions / steps, s / steps, steps) for steps, positions, s in list(self._measured.values()))
+        if not knots:
+            return self._own_s
+        at, means, weights = np.array(knots).T
+        off = at - np.average(at, weights=weights)
+        slope = float((weights * off * means).sum() / max((weights * off * off).sum(), 1e-9))
+        slope = min(max(slope, 0.0), means[0] / max(at[0], 1.0))
+        total_s = self._own_s
+        for steps, positions in list(self._plain.values()):
+            mean = positions / steps
+            total_s += steps * (float(np.interp(mean, at, means)) - slope * max(at[0] - mean, 0.0))
+        return float(total_s)
+
+
+def _add(ranges: dict[int, list[float]], positions: int, steps: float, *values: float) -> None:
+    if positions and steps:
+        sums = ranges.setdefault(range_number(positions), [0.0] * (2 + len(values)))
+        for at, value in enumerate((steps, steps * positions, *values)):
+            sums[at] += value

@@ -14,7 +14,7 @@ from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import Finished, Progress, PromptScores, Refused, ToRollout, Verified
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.metrics import PlainEstimate, StepMetrics
 
 _REMEMBERED = 65_536
 """Number of newest requests that keep their attempts: many more than are submitted while a message is in flight."""
@@ -24,7 +24,7 @@ class Requests:
     """Keeps the running requests of engine, table and rollout consistent. For the loop's thread; `events` for any."""
 
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
-        self.metrics = StepMetrics()
+        self.metrics, self.plain = StepMetrics(), PlainEstimate()
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
         engine.exports = False
         self.events: EventQueue[ToRollout] = EventQueue(clock)
@@ -42,7 +42,7 @@ class Requests:
 
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
-        self.metrics = StepMetrics()
+        self.metrics, self.plain = StepMetrics(), PlainEstimate()
 
     def add(self, request: TargetRequest) -> None:
         """Begin a request, unless this attempt or a newer one was begun or cancelled."""

@@ -88,6 +88,7 @@ SUMMARY: dict[str, Check] = {
     ),
     "reissued_requests": lambda v, s, rows, fresh: v >= 0,
     "metrics": lambda v, s, rows, fresh: v.keys() == RolloutMetrics().to_dict().keys() and counts(v, fresh),
+    "drafts": lambda v, s, rows, fresh: v.startswith(f"about {s['metrics']['speedup']:.2f}x of plain decoding"),
     "config": lambda v, s, rows, fresh: v["sampling"]["stop"] == list(STOPS),
     "fallbacks": lambda v, s, rows, fresh: v == [],
     "identity": lambda v, s, rows, fresh: v["tokens_identical"] and "float32" in v["reason"],

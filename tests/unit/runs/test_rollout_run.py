@@ -23,7 +23,7 @@ from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.runs.rollout import run_rollout
+from specactor_ray.runs.rollout import drafts_in_words, run_rollout
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.transport.messages import RequestStats
@@ -136,6 +136,7 @@ class TestRun:
         summary = json.loads(Path("runs/r/summary.json").read_text())
         assert summary == outcome.summary
         assert summary["status"] == "complete" and summary["tokens"] == 6
+        assert summary["drafts"] == "none, mode is plain"
         assert summary["trajectories"]["finish_reasons"] == {"length": 2, "error": 1}
         assert summary["trajectories"]["failures"] == {"longer than the context": 1}
         (drafter,) = summary["drafters"]
@@ -306,3 +307,23 @@ class TestRun:
         assert len(Path("runs/r/trajectories.jsonl").read_text().splitlines()) == 3
         with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("mode", "counters", "expected"),
+    [
+        ("coupled", {"plain_s": 2.62}, "about 1.31x of plain decoding (acceptance length 1.7)"),
+        (
+            "decoupled",
+            {"plain_s": 2.0, "suspended_steps": 3},
+            "about 1.00x of plain decoding (acceptance length 1.7); drafting was suspended in 12% of the steps; "
+            "the devices of draft actors are not counted",
+        ),
+        ("coupled", {"row_steps": 0}, "none, nothing was generated"),
+        ("plain", {}, "none, mode is plain"),
+    ],
+)
+def test_whether_drafts_helped(mode: str, counters: dict[str, float], expected: str) -> None:
+    steps = {"steps": 25, "row_steps": 100, "committed_tokens": 170, "forward_s": 1.5, "waiting_s": 0.5}
+    config = from_mapping({"mode": mode, "drafters": [{"method": "ngram", "hosted": mode != "decoupled"}]})
+    assert drafts_in_words(config, RolloutMetrics(**(steps | counters))) == expected  # type: ignore[arg-type]

@@ -133,12 +133,16 @@ COUNTERS: dict[str, Check] = {
     "sampling_s": lambda v, t, _: near(v, sum(r.sampling_s for _, r in t.log)),
     "waiting_s": lambda v, t, _: 0.0 <= v <= t.now - t.seconds,
     "protocol_s": lambda v, t, all_: 0.0 <= v <= t.now - t.seconds - all_["waiting_s"] + 1e-6,
+    "plain_s": lambda v, t, all_: v >= 0.0 and (all_["drafted_tokens"] > 0 or near(v, t.seconds + all_["protocol_s"])),
     "drafted_by_position": lambda v, t, _: v == t.by_position("drafted"),
     "accepted_by_position": lambda v, t, _: v == t.by_position("accepted"),
     "acceptance_rate": lambda v, t, _: near(v, t.total("accepted") / max(t.total("drafted"), 1)),
     "acceptance_length": lambda v, t, _: near(v, t.total("lengths") / max(t.row_steps, 1)),
     "supply": lambda v, t, all_: near(v, all_["supplied_tokens"] / max(t.row_steps, 1)),
     "supply_share": lambda v, t, all_: near(v, all_["supplied_row_steps"] / max(t.row_steps, 1)),
+    "speedup": lambda v, t, all_: near(
+        v * (t.seconds + all_["waiting_s"] + all_["protocol_s"]), all_["plain_s"] if t.seconds else 0.0
+    ),
 }
 """Each figure of `RolloutMetrics` → whether it is right, by its value, the steps, and the other figures."""
 

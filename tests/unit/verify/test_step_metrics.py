@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.target.base import StepResult
-from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.metrics import PlainEstimate, StepMetrics
 from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.table import RequestTable
 
@@ -38,3 +42,39 @@ def test_merge_adds_up_at_any_length_and_derives_ratios() -> None:
     assert total.drafted_by_position == [3, 2, 2, 2, 1, 1]
     assert total.accepted_by_position == [3, 2, 1, 1, 1, 1]
     assert counts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 8), st.integers(0, 6), st.integers(0, 30), st.floats(0.0, 1.0)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.floats(0.0, 0.1),
+    st.floats(0.0, 0.01),
+)
+def test_plain_decoding_is_estimated_exactly_where_steps_lie_on_a_line(
+    steps: list[tuple[int, int, int, float]], base_s: float, position_s: float
+) -> None:
+    estimate, expected = PlainEstimate(), 0.0
+    for rows, drafts, prefill, share in [(1, 0, 0, 0.0), (4, 2, 0, 0.5), *steps]:
+        positions, accepted = rows * (1 + drafts) + prefill, int(rows * drafts * share)
+        if positions:
+            engine_s, own_s, waiting_s = base_s + position_s * positions, 0.001, 0.02 * bool(drafts)
+            result = StepResult(num_tokens=positions, num_prefill_tokens=prefill)
+            seconds = Seconds(engine_s + own_s + waiting_s, engine_s, waiting_s)
+            estimate.record(result, rows, accepted, seconds)
+            more = accepted / rows if rows else 0.0
+            expected += base_s + position_s * (rows + prefill) + more * (base_s + position_s * rows)
+            expected += own_s * (1.0 + more)
+    assert estimate.seconds == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_a_plain_step_the_slope_decides() -> None:
+    estimate = PlainEstimate()
+    assert estimate.seconds == 0.0
+    for _ in range(3):
+        estimate.record(StepResult(num_tokens=5), 1, 4, Seconds(0.01, 0.01, 0.0))
+    assert estimate.seconds == pytest.approx(3 * 5 * 0.01), "one size alone says nothing of smaller steps"
+    estimate.record(StepResult(num_tokens=10), 2, 8, Seconds(0.02, 0.02, 0.0))
+    assert estimate.seconds == pytest.approx(3 * 5 * 0.002 + 5 * 0.004), "in proportion"
