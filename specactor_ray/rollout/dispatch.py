@@ -111,16 +111,17 @@ class Dispatcher:
             if link := self._links.get(verifier_id):
                 self.verifiers.cancel(link, attempts)
 
-    def step(self) -> list[JournalEntry]:
+    def step(self, is_read: bool = False) -> list[JournalEntry]:
         """Hand out requests, wait for answers (or `verifiers.wake`), and journal them. Returns requests that ended.
-        ActorLostError: the controller, or all verifiers, were gone for longer than allowed."""
+        `is_read`: tokens are read as they come. ActorLostError: the controller, or all verifiers, were gone for longer
+        than allowed."""
         if self.journal.entries:
             for gone in self.verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)
             if self.backlog:
                 now = self._clock.now()
                 self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
-        self.verifiers.poll(is_idle=not self.journal.entries)
+        self.verifiers.poll(not self.journal.entries, is_read)
         self._look_after_requests()
         if not self._ended:
             self.verifiers.wait()

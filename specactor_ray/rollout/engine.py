@@ -367,7 +367,7 @@ class DispatchThread:
                 dispatcher.verifiers.wake.clear()  # before the inbox is read
             return
         try:
-            ended = dispatcher.step()
+            ended = dispatcher.step(bool(self._watched))
         except ActorLostError as error:  # no verifier is available; a later request may find one
             self._fail_requests(error)
             ended = []

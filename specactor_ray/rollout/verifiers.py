@@ -27,17 +27,16 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 """Longest time a poll waits at the verifier for an event."""
 _LINGER_S, _LINGER_S_PER_VERIFIER = 0.1, 1e-3
-"""Longest time an answer is held back to gather progress of several steps, and its minimum per verifier, so that the
-driver takes at most a thousand answers per second; ends of requests are sent at once."""
-_REST_POLL_S, _REST_POLLS = 0.05, 60
-"""Longest time a poll waits when no request runs, and most such polls in a row: they end when the verifier's counters
-show that it is at rest, so that none stays at the value of its last step."""
+"""Longest time an answer is held back to gather progress of several steps while nothing reads tokens as they come, and
+its minimum per verifier, so that the driver takes at most a thousand answers per second; ends of requests are sent at
+once."""
+_REST_POLLS = 60
+"""Most polls in a row when no request runs: they end when the verifier's counters show that it is at rest, so that none
+stays at the value of its last step."""
 _POLL_TIMEOUT_S = 15.0
 """Longest time for an answer to a poll, after which it is sent again."""
-_REPOLL_S = 0.25
-"""Pause after a failed poll."""
 _WAIT_S = 0.25
-"""Longest wait for any answer before the view is checked again."""
+"""Longest wait for any answer before the view is checked again, and pause after a failed poll."""
 _VIEW_INTERVAL_S = 0.5
 _VIEW_TIMEOUT_S = 5.0
 _CALL_TIMEOUT_S = 30.0
@@ -58,6 +57,8 @@ class VerifierLink:
     cursor: int = 0
     """Number of its journaled events."""
     poll: Call | None = None
+    lingers: bool = False
+    """Whether the poll gathers progress of several steps."""
     poll_at: float = 0.0
     """Time from which it may be polled again."""
     free_at: float = 0.0
@@ -173,14 +174,18 @@ class Verifiers:
         """Whether the counters of all verifiers show no requests and no step under way, as far as can be determined."""
         return not any(link.restless for link in self.links.values())
 
-    def poll(self, is_idle: bool) -> None:
-        """Keep a poll at every verifier, or if no request runs, at those that are not at rest."""
-        now, wake = self._clock.now(), self.wake.set
-        linger_s = max(_LINGER_S, len(self.links) * _LINGER_S_PER_VERIFIER)
+    def poll(self, is_idle: bool, is_read: bool = False) -> None:
+        """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are read
+        as they come, so answers do not linger, and a poll that does is replaced: the new one ends it."""
+        now, wake, lingers = self._clock.now(), self.wake.set, not (is_read or is_idle)
+        linger_s = max(_LINGER_S * lingers, len(self.links) * _LINGER_S_PER_VERIFIER)
         for link in self.links.values():
+            if is_read and link.lingers:
+                link.poll = None
             if link.poll is None and now >= link.poll_at and (link.restless or not is_idle):
                 link.restless = link.restless - 1 if is_idle else _REST_POLLS
-                arguments = (link.cursor, _REST_POLL_S if is_idle else _POLL_S, linger_s)
+                link.lingers = lingers
+                arguments = (link.cursor, _LINGER_S if is_idle else _POLL_S, linger_s)
                 link.poll = self._calls.start(
                     link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False, wake=wake
                 )
@@ -214,7 +219,7 @@ class Verifiers:
                 continue
             call, link.poll = link.poll, None
             if call.error is not None:
-                link.poll_at = self._clock.now() + _REPOLL_S
+                link.poll_at = self._clock.now() + _WAIT_S
                 if link.restless == _REST_POLLS:  # requests run
                     self.suspect(link, call.error)
                 elif isinstance(call.error, ActorLostError):

@@ -144,8 +144,8 @@ class EventQueue(Generic[E]):
         self._changed = clock.condition()
         self._events: list[E] = []
         self._first = 0
-        self._urgent = 0
-        """Number after the newest urgent event."""
+        self._urgent = self._reads = 0
+        """Number after the newest urgent event, and number of calls of `read`."""
 
     def put(self, events: Iterable[E], urgent: bool = True) -> None:
         """Append events. `urgent` ones end the wait of a lingering `read`."""
@@ -158,15 +158,18 @@ class EventQueue(Generic[E]):
     def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
         """Discard events before number `after`. Returns the number of the first event that is left, and the events.
         Waits up to `timeout_s` seconds for the first, and if none is urgent up to `linger_s` longer for one that is, so
-        that the others are read in batches. ValueError: the number was not given out yet."""
+        that the others are read in batches. The next call ends these waits. ValueError: the number was not given out
+        yet."""
         with self._changed:
             if after > self._end:
                 raise ValueError(f"event {after} was asked for, but the next one is number {self._end}")
             del self._events[: max(0, after - self._first)]
             self._first = max(self._first, after)
-            self._changed.wait_for(lambda: self._end > after, max(0.0, timeout_s))
+            self._reads = mine = self._reads + 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._end > after or self._reads > mine, max(0.0, timeout_s))
             if linger_s > 0.0 and self._end > after:
-                self._changed.wait_for(lambda: self._urgent > after, linger_s)
+                self._changed.wait_for(lambda: self._urgent > after or self._reads > mine, linger_s)
             return self._first, list(self._events)
 
     @property

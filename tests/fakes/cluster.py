@@ -21,6 +21,7 @@ from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Reference, VirtualActor
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import (
     Finished,
     FinishedOutput,
@@ -59,11 +60,12 @@ class FakeVerifier:
     Attributes:
         noise: Beside each event, say wrong things in the name of other attempts.
         begun: Every attempt that was begun.
+        polls: Number of polls.
     """
 
     def __init__(self, cluster: FakeCluster, actor: VirtualActor, version: int) -> None:
         self.version, self.actor = version, actor
-        self.noise = False
+        self.noise, self.polls = False, 0
         self.begun: list[tuple[str, int]] = []
         self.cancelled: set[tuple[str, int]] = set()
         self.running: dict[str, tuple[TargetRequest, int]] = {}
@@ -71,6 +73,7 @@ class FakeVerifier:
         self.learned: list[FinishedOutput] = []
         self._cluster, self._clock = cluster, cluster.bench.clock_of(actor)
         self._events: list[ToRollout] = []
+        self._queue: EventQueue[ToRollout] = EventQueue(self._clock)
         self._clock.spawn(self._loop, "loop")
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
@@ -82,13 +85,13 @@ class FakeVerifier:
             if attempt in self.begun or attempt in self.cancelled:
                 continue
             if request.weight_version != self.version:
-                self._events.append(Refused(*attempt, f"has version {self.version}"))
+                self._put(Refused(*attempt, f"has version {self.version}"))
                 continue
             self.begun.append(attempt)
             self.running[request.request_id] = (request, len(request.committed_token_ids))
             if request.sampling.prompt_logprobs:
                 own = -np.arange(1.0, len(request.prompt_token_ids), dtype=np.float32)
-                self._events.append(PromptScores(*attempt, np.stack((own, own + 9, own / 2), axis=1)))
+                self._put(PromptScores(*attempt, np.stack((own, own + 9, own / 2), axis=1)))
 
     def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
         self.cancelled |= set(attempts)
@@ -97,9 +100,8 @@ class FakeVerifier:
                 del self.running[request_id]
 
     def poll(self, after: int, timeout_s: float, linger_s: float) -> tuple[int, list[ToRollout], dict[str, Any]]:
-        end = self._clock.now() + timeout_s
-        while len(self._events) <= after and self._clock.now() < end:
-            self._clock.sleep(STEP_S)
+        self.polls += 1
+        self._queue.read(after, timeout_s, linger_s)
         first = max(0, after - 2)  # more than was asked for does no harm
         return first, self._events[first:], {"running": len(self.running)}
 
@@ -135,14 +137,18 @@ class FakeVerifier:
         sampling, attempt = request.sampling, request.attempt
         if self.noise:
             for other in (attempt - 1, attempt + 1):
-                self._events.append(one_token(request_id, other, position, -1))
-                self._events.append(Finished(request_id, "error", "noise", position, other))
+                self._put(one_token(request_id, other, position, -1))
+                self._put(Finished(request_id, "error", "noise", position, other))
         token = true_token(sampling.seed, self.version, sampling.first_position + position)
-        self._events.append(one_token(request_id, attempt, position, token, sampling.logprobs))
+        self._put(one_token(request_id, attempt, position, token, sampling.logprobs))
         self.running[request_id] = (request, position + 1)
         if position + 1 == sampling.max_tokens:
             del self.running[request_id]
-            self._events.append(Finished(request_id, "length", "", position + 1, attempt))
+            self._put(Finished(request_id, "length", "", position + 1, attempt))
+
+    def _put(self, event: ToRollout) -> None:
+        self._events.append(event)
+        self._queue.put([event], urgent=not isinstance(event, Progress))
 
 
 class LosingNetwork(FaultyNetwork):

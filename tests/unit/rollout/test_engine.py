@@ -71,6 +71,33 @@ class TestOutputs:
             cluster.bench.clock.sleep(7.0)
 
 
+class TestArrivals:
+    @pytest.mark.parametrize("late", [False, True])
+    @driven(verifiers=1)
+    def test_each_token_is_read_before_the_next_is_made(self, cluster: FakeCluster, engine: Engine, late: bool) -> None:
+        """Also beside requests that nothing reads, with a poll for them in flight."""
+        if late:
+            others = [engine.submit(PROMPT, sampling(seed, 40)) for seed in range(3)]
+            cluster.bench.clock.sleep(0.4)
+        handle, read, (verifier,) = engine.submit(PROMPT, sampling(9)), 0, map(cluster.verifier, cluster.handles)
+        for read, _token in enumerate(handle.tokens(), start=1):
+            made = verifier.running[handle.key][1] if handle.key in verifier.running else 20
+            assert made == read
+        assert read == 20 and (not late or [other.result().finish_reason for other in others] == ["length"] * 3)
+
+    @pytest.mark.parametrize("is_read", [False, True])
+    @driven(verifiers=1)
+    def test_outputs_that_nothing_reads_as_they_come_take_fewer_polls(
+        self, cluster: FakeCluster, engine: Engine, is_read: bool
+    ) -> None:
+        verifier = next(map(cluster.verifier, cluster.handles))
+        handles = [engine.submit(PROMPT, sampling(seed, 60)) for seed in range(4)]
+        if is_read:
+            assert len(list(handles[0].tokens())) == 60
+        assert {len(handle.result().token_ids) for handle in handles} == {60}
+        assert verifier.polls == (60 if is_read else 22), "one for each step, or for two to three"
+
+
 class TestRest:
     @pytest.mark.parametrize("fault", ["", "lost_before", "lost_after"])
     @driven()

@@ -205,3 +205,10 @@ def test_an_event_read_by_a_repeated_call_is_not_given_out_twice() -> None:
         assert queue.read(2) == (2, [])
 
     assert woken(lambda: queue.read(0, timeout_s=600.0), read_on) in [(0, [1, 2]), (2, [])]
+
+
+def test_the_next_call_ends_the_waits_of_the_one_before() -> None:
+    queue: EventQueue[int] = EventQueue()
+    assert woken(lambda: queue.read(0, 600.0, 600.0), lambda: queue.read(0)) == (0, [])
+    queue.put([1], urgent=False)
+    assert woken(lambda: queue.read(0, 600.0, 600.0), lambda: queue.read(0)) == (0, [1])
