@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """`specactor serve` beside vLLM's own server: the same model, requests and cores, by turns.
 
-    python scripts/bench_serve.py --concurrency 16,256 --tokens 64 --rounds 2
+    python scripts/bench_serve.py --concurrency 1,4,16,256 --tokens 64 --rounds 3
     python scripts/bench_serve.py --servers vllm,vllm-backend,auto --prompts conf/prompts/editing.jsonl --temperature 0
+    python scripts/bench_serve.py --servers hf@../before,hf  # the code of another checkout
 
 Every round starts each server once, sends it as many streamed completions of exactly `--tokens` tokens as are open at a
-time, and ends it. Shown: tokens/s, milliseconds to the first token and between tokens (median and 99th percentile over
-requests and tokens), and tokens/s relative to the first server of the same round; medians over rounds. All servers use
-all cores of this process, and the client runs on them, too. Exit code 1 if a request failed.
+time, and ends it. Shown: tokens/s; tokens of an event; milliseconds to the first event and between two events of a
+stream, as they arrive at the client (percentiles over streams and gaps); and tokens/s relative to the first server of
+the same round; medians over rounds. All servers use all cores of this process, and the client runs on them, too. Exit
+code 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import typer
@@ -49,7 +51,7 @@ SERVERS: dict[str, list[str] | None] = {
 
 
 def command(name: str, batch: int) -> list[str]:
-    """How a server is started."""
+    """Command of a server."""
     overrides = SERVERS[name]
     if overrides is None:
         options = {"model": builtin_dir(MODEL), "served-model-name": MODEL, "dtype": "float32", "port": PORT}
@@ -63,11 +65,15 @@ def command(name: str, batch: int) -> list[str]:
 
 @contextlib.contextmanager
 def running(name: str, batch: int) -> Iterator[str]:
-    """A server that answers; its URL. Its log is shown if it does not start."""
+    """A server that answers; its URL. Its log is shown if it does not start. `name` may end in @ and a checkout."""
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    kind, _, checkout = name.partition("@")
+    if checkout:
+        environment["PYTHONPATH"] = checkout
+    where: dict[str, Any] = {"env": environment, "cwd": checkout or None, "start_new_session": True}
     url, deadline = f"http://127.0.0.1:{PORT}", time.monotonic() + START_S
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command(name, batch), stdout=log, stderr=log, env=environment, start_new_session=True)
+        server = subprocess.Popen(command(kind, batch), stdout=log, stderr=log, **where)
         try:
             while not is_healthy(url):
                 if server.poll() is not None or time.monotonic() > deadline:
@@ -92,11 +98,17 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[float, list[float]]:
-    """Seconds to the first token of one streamed completion, and to each token after it from the one before; tokens
-    that arrive together share the time since the arrival before."""
-    begin = arrived = time.monotonic()
-    first_s, gaps_s = 0.0, list[float]()
+class Stream(NamedTuple):
+    """One streamed completion."""
+
+    tokens: int
+    waits_s: list[float]
+    """Seconds to each event with tokens, from the request or from the event before."""
+
+
+async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
+    """Read a streamed completion."""
+    arrived, tokens, waits_s = time.monotonic(), 0, list[float]()
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -104,16 +116,11 @@ async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any
             if "error" in event:
                 raise RuntimeError(event["error"])
             count = sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
-            if not count:
-                continue
-            now = time.monotonic()
-            if not first_s:
-                first_s = now - begin
-                gaps_s += [0.0] * (count - 1)
-            else:
-                gaps_s += [(now - arrived) / count] * count
-            arrived = now
-    return first_s, gaps_s
+            if count:
+                now = time.monotonic()
+                waits_s.append(now - arrived)
+                tokens, arrived = tokens + count, now
+    return Stream(tokens, waits_s)
 
 
 async def load(url: str, bodies: Sequence[dict[str, Any]]) -> Point:
@@ -127,20 +134,20 @@ async def load(url: str, bodies: Sequence[dict[str, Any]]) -> Point:
     done = [one for one in found if not isinstance(one, BaseException)]
     for problem in (one for one in found if isinstance(one, BaseException)):
         print(f"failed: {problem}", file=sys.stderr)
-    tokens = sum(1 + len(gaps) for _, gaps in done)
+    tokens = sum(one.tokens for one in done)
     return {
         "tokens/s": tokens / seconds,
-        **in_ms("first token", [first for first, _ in done]),
-        **in_ms("between tokens", [gap for _, gaps in done for gap in gaps]),
+        "tokens/event": tokens / max(1, sum(len(one.waits_s) for one in done)),
+        **in_ms("first", [one.waits_s[0] for one in done], 50, 90),
+        **in_ms("gap", [wait for one in done for wait in one.waits_s[1:]], 50, 90, 99),
         "failed": len(found) - len(done),
     }
 
 
-def in_ms(what: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile, in milliseconds."""
+def in_ms(what: str, seconds: Sequence[float], *percentiles: int) -> dict[str, float]:
+    """Percentiles, in milliseconds."""
     ordered = sorted(seconds) or [0.0]
-    last = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return {f"{what} p50 ms": 1e3 * statistics.median(ordered), f"{what} p99 ms": 1e3 * last}
+    return {f"{what} p{each} ms": 1e3 * ordered[len(ordered) * each // 100] for each in percentiles}
 
 
 def bodies_of(path: Path, count: int, tokens: int, temperature: float) -> list[dict[str, Any]]:
@@ -153,8 +160,10 @@ def bodies_of(path: Path, count: int, tokens: int, temperature: float) -> list[d
 
 
 def main(
-    servers: Annotated[str, typer.Option(help=f"Of {', '.join(SERVERS)}.")] = "vllm,vllm-backend,hf,auto",
-    concurrency: str = "16,256",
+    servers: Annotated[
+        str, typer.Option(help=f"Of {', '.join(SERVERS)}; NAME@FOLDER: of a checkout.")
+    ] = "vllm,vllm-backend,hf,auto",
+    concurrency: str = "1,4,16,256",
     tokens: int = 64,
     temperature: float = 1.0,
     prompts: Path = Path("conf/prompts/chat.jsonl"),
@@ -162,7 +171,7 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     names, sizes = servers.split(","), parse_numbers("--concurrency", concurrency, int, 1)
-    if unknown := [name for name in names if name not in SERVERS]:
+    if unknown := [name for name in names if name.partition("@")[0] not in SERVERS]:
         raise InputError(f"--servers: {unknown[0]!r} is not one of {', '.join(SERVERS)}")
     measured: dict[tuple[int, str], list[Point]] = {(size, name): [] for size in sizes for name in names}
     for number, name in itertools.product(range(rounds), names):

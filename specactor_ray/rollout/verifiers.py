@@ -175,8 +175,8 @@ class Verifiers:
         return not any(link.restless for link in self.links.values())
 
     def poll(self, is_idle: bool, is_read: bool = False) -> None:
-        """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are read
-        as they come, so answers do not linger, and a poll that does is replaced: the new one ends it."""
+        """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are
+        read as they come, so answers do not linger, and a poll that does is replaced: the new one ends it."""
         now, wake, lingers = self._clock.now(), self.wake.set, not (is_read or is_idle)
         linger_s = max(_LINGER_S * lingers, len(self.links) * _LINGER_S_PER_VERIFIER)
         for link in self.links.values():
