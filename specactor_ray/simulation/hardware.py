@@ -3,15 +3,16 @@
 It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml) or a profile of `specactor
 profile`.
 
-The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kernels, which takes
-`max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share that kernels reach; groups, all-reduces and
-launches add up. For n positions on t GPUs:
+The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kernels, from bandwidth and peak times the
+share that kernels reach; groups, all-reduces, kernels and positions add up. For n positions on t GPUs:
 
-    linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
+    linears     sqrt(read² + compute²): weights / t, and 2·n·weights / t flops with n in whole tiles; attention,
+                feed-forward and language-model head apart
     cache       the keys and values attended to, read once per row whatever its number of positions
     traffic     norms, residuals, activations and logits, read and written
     all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
-    launches    per step and per layer
+    kernels     per step and per layer, however small the model: most of the time of a small model's draft token
+    positions   sampling and bookkeeping
 
 In verifying, attention is memory-bound up to about `ridge · kv_heads / heads` positions per row (20 on an H100 with 8
 queries per key); the flops of attention are counted for prompts only.
@@ -20,6 +21,7 @@ queries per key); the flops of attention are counted for prompts only.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,9 @@ _LOGIT_PASSES = 4
 """Reads and writes of the float32 logits by a sampler: gather, temperature, log-softmax, choice."""
 _PROMPT_TOKENS = 2048
 """Largest assumed prompt length of a step, which is the number of tokens to which a prompt position attends."""
+_TILE, _LARGE_TILE, _LARGE = 64, 128, 256
+"""Positions of a tile of a matrix product with at most `_LARGE` positions, and with more: where the measured steps of
+docs/design/cost-models.md have their stairs."""
 
 
 class ForwardCost(Protocol):
@@ -71,13 +76,15 @@ class DeviceSpec:
     """TB/s of the data sheet."""
     memory_gb: float = positive(0.0)
     compute_share: float = positive(0.0, up_to=1.0)
-    """Share of `peak_tflops` that linears of hundreds of positions reach."""
+    """Share of `peak_tflops` that linears of full tiles reach."""
     bandwidth_share: float = positive(0.0, up_to=1.0)
     """Share of `memory_bandwidth_tb_s` that linears of few positions reach."""
     step_overhead_us: float = positive(0.0)
-    """Time of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
+    """Time of a step beside its layers: graph launch, copies of tokens."""
     layer_overhead_us: float = positive(0.0)
-    """Time of the gaps between the kernels of a layer in a CUDA graph."""
+    """Least time of the kernels of a layer, and the gaps between them."""
+    position_us: float = positive(0.0)
+    """Time of a decoded position in samplers and on the host."""
     link_bandwidth_gb_s: float = positive(0.0)
     """All-reduce bus bandwidth of large messages within a node."""
     link_latency_us: float = positive(0.0)
@@ -160,7 +167,7 @@ class RooflineCost:
         widths = 3 * model.ffn / gpus
         touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
         self._traffic_s = touched / bandwidth
-        self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
+        self._position_s = device.position_us * 1e-6 + _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
         self._fixed_s = device.step_overhead_us * 1e-6
         self._fixed_s += model.layers * (device.layer_overhead_us * 1e-6)
         if gpus > 1:
@@ -175,18 +182,16 @@ class RooflineCost:
         if n <= 0:
             return 0.0
         sampled = positions if positions > 0 else 1
-        total = 0.0
-        for (read, compute), count in ((self._attention, n), (self._dense, n), (self._head, sampled)):
-            total += max(read, compute * count)
-        total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
+        tiles, total = _padded(n), _linears(self._head, _padded(sampled))
+        total += _linears(self._attention, tiles) + _linears(self._dense, tiles)
+        total += self._cache_s * context_tokens + self._traffic_s * n + self._position_s * sampled
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
         return total + self._fixed_s
 
     def fusion_seconds(self, positions: int) -> float:
         """Seconds in which an EAGLE-3 head fuses the target's hidden states of `positions`."""
-        read, compute = self._fusion
-        return max(read, compute * positions) if positions else 0.0
+        return _linears(self._fusion, _padded(positions)) if positions else 0.0
 
     def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
         """Tokens of keys and values that fit into this share of the memory beside the weights and `other_weights_bytes`
@@ -199,6 +204,18 @@ class RooflineCost:
 def _linear(weights: float, weight_bytes: float, gpus: int, bandwidth: float, peak: float) -> tuple[float, float]:
     """Seconds to read the weights, and to multiply one position with them, on each of `gpus`."""
     return weights * weight_bytes / gpus / bandwidth, 2.0 * weights / gpus / peak
+
+
+def _padded(positions: float) -> int:
+    """Positions of whole tiles."""
+    tile = _TILE if positions <= _LARGE else _LARGE_TILE
+    return math.ceil(positions / tile) * tile
+
+
+def _linears(seconds: tuple[float, float], positions: int) -> float:
+    """Seconds of a group of matrix products, in which reading and multiplying overlap in part."""
+    read, compute = seconds
+    return math.hypot(read, compute * positions)
 
 
 # ---- files ----

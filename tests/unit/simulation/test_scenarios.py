@@ -104,13 +104,6 @@ def test_the_published_point_of_ssd() -> None:
     assert branches == pytest.approx(210.9, rel=0.1) and branches > 1.1 * decoupled
 
 
-def test_the_published_point_of_skyrl() -> None:
-    """2.03x of plain with 3.32 tokens a step. The acceptance is fitted, the gain is not."""
-    plain, inline, _ = results_of(FOLDER / "skyrl_qwen3.5_9b.yaml", ["workload.max_tokens=512"])
-    assert inline.metrics.acceptance_length == pytest.approx(3.32, rel=0.02)
-    assert plain.rollout_s / inline.rollout_s == pytest.approx(2.03, rel=0.1)
-
-
 def test_a_step_waits_for_a_cheap_head_beside_long_steps() -> None:
     """Measured: an accepted length of 1.43 coupled, 1.19 decoupled without a wait, 1.41 with one of 8 ms."""
     names = ["coupled", "decoupled", "waits_8ms"]
