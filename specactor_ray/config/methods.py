@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from specactor_ray.config.schema import MAX_BRANCHES, VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
 from specactor_ray.config.training_schema import OnlineWhere
-from specactor_ray.core.errors import ConfigError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text, in_words
 
 WINDOW = 8
 """Draft window if `speculation.window` is `auto` and there are no branches."""
@@ -86,7 +86,7 @@ def import_named(name: str, key: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        problem = f"{clipped_text(name)} cannot be imported ({type(error).__name__}: {clipped_text(str(error))})."
+        problem = f"{clipped_text(name)} cannot be imported ({clipped_text(in_words(error), 400)})."
         raise ConfigError(key, problem, "check the name, and that the module is on PYTHONPATH and imports.") from error
 
 

@@ -190,7 +190,7 @@ class TrainerConfig:
     """Between updates, move the optimizer's state to host memory and, during updates, free the verifiers' key/value
     caches: for a trainer and verifiers on the same device."""
     max_bad_steps: int = at_least(1, default=3)
-    """Number of steps in a row with a loss that is not finite, or with every reward failed, after which the run stops,
+    """Number of steps in a row with a loss that is not finite, or without a sample to use, after which the run stops,
     with a checkpoint."""
     weight_bucket_mb: int = at_least(1, default=256)
     """Size of one piece of weights sent to the verifiers, in 2**20 bytes."""

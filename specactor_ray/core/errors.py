@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
 """Most characters of a value or a key in a message."""
+_NOT_A_USERS = (__name__.partition(".")[0], "asyncio", "importlib")
+"""Packages whose frames are not of a user's code."""
 _USERINFO = re.compile(r"(?<=:/)(/?)[^/\s]*@")
 """Name and password before the host of a URL; `Path` keeps only one of two slashes."""
 
@@ -54,12 +59,29 @@ def first_of(names: Sequence[object], most: int = 3) -> str:
 
 def counted_by_kind(reasons: Mapping[str, int]) -> str:
     """Failures by kind, most frequent first, such as `120 x TimeoutError, 8 x ValueError: no box`. A kind is the text
-    before a colon; it has the rest of its text if that is always the same."""
+    before a colon; of several texts the most frequent one follows, as in `9 x ValueError, such as: no box`."""
     kinds: dict[str, Counter[str]] = {}
     for reason, count in reasons.items():
         kinds.setdefault(reason.partition(":")[0], Counter())[reason] += count
-    ordered = sorted(kinds.items(), key=lambda pair: -pair[1].total())
-    return ", ".join(f"{of.total()} x {next(iter(of)) if len(of) == 1 else kind}" for kind, of in ordered)
+    parts = []
+    for of in sorted(kinds.values(), key=Counter.total, reverse=True):
+        text = clipped_text(of.most_common(1)[0][0], _LONGEST_KEY)
+        parts.append(f"{of.total()} x {text if len(of) == 1 else text.replace(':', ', such as:', 1)}")
+    return ", ".join(parts)
+
+
+def in_words(error: BaseException) -> str:
+    """Type and text of an error, and the line of the user's code that led to it, if there is one."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_A_USERS:
+            return f"{type(error).__name__}: {error} ({Path(frame.f_code.co_filename).name}, line {line})"
+    return f"{type(error).__name__}: {error}"
+
+
+def place_of(function: Any) -> str:
+    """Where a function is defined, such as ` (my_rewards.py, line 3)`; empty if it is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if isinstance(code, CodeType) else ""
 
 
 class SpecActorError(Exception):

@@ -36,7 +36,7 @@ class TrainState:
     skipped_tasks: int = 0
     """Number of tasks skipped because their prompt is too long or cannot be encoded."""
     bad_steps: int = 0
-    """Number of latest consecutive steps without training effect: not finite, or every reward failed."""
+    """Number of latest consecutive steps without training effect: not finite, or no sample to use."""
     reward: float | None = None
     """Mean reward over the last steps; see `mean_reward`."""
     model: dict[str, Any] = field(default_factory=dict)

@@ -63,9 +63,9 @@ class Experience:
     """Numbers of tasks taken from the data up to this step, and of skipped tasks."""
 
     @property
-    def unscored(self) -> bool:
-        """Whether there were outputs, but none of them could be scored."""
-        return self.scored == 0 and bool(self.failures["reward"])
+    def is_unusable(self) -> bool:
+        """Whether no group has the rewards that are compared, or all of them are `reward.failure_value`."""
+        return not self.samples or (self.scored == 0 and bool(self.failures["reward"]))
 
 
 class ExperienceMaker:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
-from specactor_ray.core.errors import ConfigError, clipped
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, place_of
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, has_reference, is_blank
-from specactor_ray.trainer.workers import Work
+from specactor_ray.trainer.workers import Work, WorkerPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,10 @@ NEED_ANSWERS = ("exact_match", "math")
 """Rewards that compare with the reference answer of the task."""
 _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Reward → the module that it imports."""
+_SIGNATURE = (
+    "def reward(sample) returns a number for any output, such as 0.0 for one that it cannot read; it takes one output "
+    "(sample.text, sample.answer, sample.metadata), where a function of TRL takes a batch"
+)
 
 
 def find_reward(name: str) -> RewardFunction:
@@ -115,9 +124,8 @@ def find_reward(name: str) -> RewardFunction:
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        problem = f"{name} cannot be called with one argument, a RewardSample ({error})."
-        fix = "def reward(sample) -> float; it has sample.text, sample.answer and sample.metadata."
-        raise ConfigError("reward.functions", problem, fix) from None
+        problem = f"{name}{place_of(function)} cannot be called with one argument, a RewardSample ({error})."
+        raise ConfigError("reward.functions", problem, f"{_SIGNATURE}.") from None
     except ValueError:  # functions of C have no signature
         pass
     return function  # type: ignore[no-any-return]
@@ -157,17 +165,43 @@ class Scorer:
     def __call__(self, sample: RewardSample) -> float:
         """The reward. Raises ValueError if it is no number of `checked_reward`, and the errors of the functions."""
         sample = replace(sample, response=extract_answer(sample.text, self._pattern))
-        values = [term.weight * _number(term.name, function(sample)) for term, function in self._terms]
+        values = [term.weight * _number(term.name, function, function(sample)) for term, function in self._terms]
         return checked_reward(sum(values))
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, function: RewardFunction, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} returned {clipped(value)}, which is no number") from None
+        raise ValueError(f"{name}{place_of(function)} returned {clipped(value)}, which is no number") from None
 
 
 def reward_work(config: RewardConfig) -> Work:
     """Work of reward processes: `RewardSample` → reward."""
     return Work("reward", config.timeout_s, partial(Scorer, config))
+
+
+def try_rewards(config: RewardConfig, samples: Sequence[RewardSample]) -> None:
+    """Score made-up outputs, in a process as in training, until one has a reward; built-in functions need no trial.
+    Raises ConfigError if none has; with `reward.failure_value`, to which functions may leave outputs, it is logged."""
+    own = ", ".join(term.name for term in config.functions if ":" in term.name)
+    if not own:
+        return
+    reasons = Counter[str]()
+    with WorkerPool(reward_work(config), 1) as scorers:
+        for sample in samples:
+            _, problem = SYSTEM.result(scorers.submit(sample), math.inf)
+            if not problem:
+                return
+            reasons[problem] += 1
+    problem = f"{own} gave no reward to made-up outputs for the first tasks: {counted_by_kind(reasons)}."
+    if config.failure_value is None:
+        raise ConfigError("reward.functions", problem, f"{_SIGNATURE}.")
+    logger.warning("reward.functions: %s", problem)
+
+
+def made_up(task: Task, tokenizer: Any, max_tokens: int) -> Iterator[RewardSample]:
+    """Yield outputs for `try_rewards`: the answer, and a sentence."""
+    for text in (task.answer or "Yes.", "This text is no output of a model."):
+        token_ids = tuple(tokenizer.encode(text, add_special_tokens=False)[:max_tokens])
+        yield RewardSample(task.prompt, text, task.answer, task.metadata, token_ids, "stop", max_tokens)

@@ -31,7 +31,7 @@ from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import PresentWork, StepRecorder
-from specactor_ray.trainer.rewards import NEED_ANSWERS, Scorer, reward_work
+from specactor_ray.trainer.rewards import NEED_ANSWERS, Scorer, made_up, reward_work, try_rewards
 from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
 from specactor_ray.trainer.workers import WorkerPool
 
@@ -146,8 +146,8 @@ def prepare(config: Config) -> None:
 
 @progress.start_phase("checking model, tasks and rewards")
 def checked_tasks(config: Config) -> TaskStream:
-    """The tasks in their order, from the first one on; at least one of them fits the model, and the chat template
-    supports the environment. Raises ConfigError and InputError."""
+    """The tasks in their order, from the first one on; at least one of them fits the model, the chat template supports
+    the environment, and the user's reward functions return numbers. Raises ConfigError and InputError."""
     data = config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
@@ -167,8 +167,9 @@ def checked_tasks(config: Config) -> TaskStream:
         return len(encode_prompt(tokenizer, prompt, data.chat, most=most, **text_options(data)))
 
     stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
-    stream.take(1)
+    tasks, most = stream.take(2), config.sampling.max_tokens
     stream.position = stream.skipped = 0
+    try_rewards(config.reward, [sample for task in tasks for sample in made_up(task, tokenizer, most)])
     return stream
 
 

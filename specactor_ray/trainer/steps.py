@@ -182,7 +182,7 @@ def _end(parts: TrainingParts, status: str, reason: str = "") -> RunOutcome:
 
 def _next(state: TrainState, update: Mapping[str, float], experience: Experience) -> TrainState:
     rewards = experience.rewards
-    bad = experience.unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
+    bad = experience.is_unusable or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
     reward = sum(rewards) / len(rewards) if rewards else None
     return replace(
         state,
@@ -200,9 +200,10 @@ def _refuse_to_learn_nothing(parts: TrainingParts, experience: Experience) -> No
     if state.bad_steps < min(trainer.max_bad_steps, trainer.steps):
         return
     reason, fix = "the loss or the gradient was not finite", "a lower trainer.learning_rate"
-    if experience.unscored:
-        reason, fix = "every reward failed", "reward.functions"
-        reason += f" ({counted_by_kind(experience.failures['reward'])})"
+    if experience.is_unusable:
+        failed = experience.failures
+        reason = f"no sample can be used: {counted_by_kind(failed['reward'] + failed['rollout']) or 'all are empty'}"
+        fix = "reward.functions" if failed["reward"] else "the cause of these failures"
     bad = f"the last {state.bad_steps} steps" if state.bad_steps > 1 else "the last step"
     raise SpecActorError(
         f"nothing was learnt in {bad}: {reason}. The run stops with a checkpoint of step {state.step}. Fix: {fix}"

@@ -30,6 +30,7 @@ from typing import Any, Self
 import psutil
 
 from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import in_words
 from specactor_ray.models.cache_size import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def main() -> None:
     try:
         function = work.open()
     except Exception as error:  # noqa: BLE001 - the import of a user's module may raise anything
-        channel.send(f"the {work.name} process cannot run the functions: {_in_words(error)}")
+        channel.send(f"the {work.name} process cannot run the functions: {in_words(error)[:_MOST_CHARACTERS]}")
         return
     channel.send("")
     with contextlib.suppress(EOFError):
@@ -248,18 +249,17 @@ def answer(function: Callable[[Any], Any], request: Any, work: Work) -> Outcome:
     except TookTooLongError:
         return None, f"took longer than {work.name}.timeout_s ({work.timeout_s:g} s)"
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-        return None, _in_words(error)
+        return None, in_words(error)[:_MOST_CHARACTERS]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-
-
 def _end_with_driver() -> None:
-    """Let the kernel kill the whole group when the other end of stdin closes, even if native code hangs here."""
+    """Let the kernel kill the whole group when the other end of stdin closes, even if native code hangs here, and not
+    before: Ray sends SIGTERM to all processes of a stopped job, whose driver still needs rewards. Forks end by it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

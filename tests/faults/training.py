@@ -188,7 +188,7 @@ class Training:
         for entry in ended:
             self._simulation.check_entry(entry)
         samples = [digest_of((entry.request_id, entry.token_ids) for entry in ended)]
-        return SimpleNamespace(samples=samples, rewards=(1.0,), unscored=False, position=(0, 0))
+        return SimpleNamespace(samples=samples, rewards=(1.0,), is_unusable=False, position=(0, 0))
 
     def _start_rank(self, rank: int, weights: int) -> VirtualActor:
         simulation = self._simulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -115,15 +116,18 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
         maker = ExperienceMaker(config, make_recipe(config), stream, conversations)
         mixed = maker.collect(rollout, config.sampling, 0)
         failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
-    reason = "tests.fakes.environments:Echo: RuntimeError: no such move"
+    (reason,) = mixed.failures["reward"]
+    assert re.fullmatch(
+        r"tests.fakes.environments:Echo: RuntimeError: no such move \(environments.py, line \d+\)", reason
+    )
     assert [one.reward for one in mixed.samples] == [0.0, *([] if failure_value is None else [-1.0]), 1.0, 0.0]
     own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
     words = len(rollout.tokenizer("the red fox bye")["input_ids"])
     assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
-    assert dict(mixed.failures["reward"]) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert dict(mixed.failures["reward"]) == {reason: 1} and mixed.scored == 3 and not mixed.is_unusable
     assert mixed.turns == 5 and not mixed.failures["rollout"]
     assert dict(failed.failures["rollout"]) == {"no room": 1} and dict(failed.failures["reward"]) == {reason: 3}
-    assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
+    assert failed.is_unusable and len(failed.samples) == (0 if failure_value is None else 3)
 
 
 def one(*turns: str, **settings: Any) -> Episode:
@@ -238,7 +242,8 @@ def test_a_failure_costs_its_sample(tmp_path: Path) -> None:
     for name, episode in zip(names, episodes, strict=True):
         turns = {"fine": 3, "dies once": 3, "reset fails": 0}.get(name, 2)
         failure = FAILURES.get(name, "")
-        assert episode.failure == (f"tests.fakes.environments:Echo: {failure}" if failure else "")
+        without_place = re.sub(r" \(environments.py, line \d+\)$", "", episode.failure)
+        assert without_place == (f"tests.fakes.environments:Echo: {failure}" if failure else "")
         assert len(episode.turns) == turns and episode.environment_s > 0 and (episode.reward == 3.0) == (not failure)
     closed = [mark.name for mark in tmp_path.glob("closed-*")]
     assert len(closed) == len(names) - 1, "each instance that was made"

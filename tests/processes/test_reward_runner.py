@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
@@ -58,7 +59,7 @@ def test_several_processes_score_at_once() -> None:
 @pytest.mark.parametrize(
     ("function", "grace_s", "outcomes"),
     [
-        ("raises_on_even_length", 5.0, [(1.0, ""), (None, "RuntimeError: even")]),
+        ("raises_on_even_length", 5.0, [(1.0, ""), (None, "RuntimeError: even (reward_functions.py, line 29)")]),
         ("hangs", PATIENCE_S, [(None, "took longer than reward.timeout_s (0.2 s)")] * 2),
         ("hangs_hard", 0.5, [(None, "timed out and had to be killed")] * 2),
         ("uses_processes", PATIENCE_S, [(3.0, "")] * 2),
@@ -116,6 +117,18 @@ def test_processes_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
         driver.kill()
         driver.wait()
     await_that(lambda: are_gone(tmp_path))
+
+
+def test_processes_outlive_a_sigterm_to_all_processes_of_a_job() -> None:
+    """As Ray sends it when a job is stopped; forks of a function, such as a pool's, still end by it."""
+    section = config("uses_processes", workers=1)
+    with WorkerPool(reward_work(section), 1) as pool:
+        assert pool.submit(samples(1)[0]).result(PATIENCE_S) == (3.0, "")
+        (process,) = psutil.Process().children()
+        for one in (process, *process.children(recursive=True)):
+            one.terminate()
+        assert pool.submit(samples(1)[0]).result(PATIENCE_S) == (3.0, "")
+        assert psutil.Process().children() == [process]
 
 
 def test_an_interruption_does_not_wait_for_functions(tmp_path: Path) -> None:

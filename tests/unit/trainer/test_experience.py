@@ -24,6 +24,7 @@ from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
+NO_NUMBER = "RuntimeError: no number (reward_functions.py, line 38)"
 EVENTS: list[str] = []
 """Outputs that ended, and scores that were requested, in their order."""
 
@@ -96,7 +97,7 @@ def test_every_output_of_a_group_is_compared_with_the_others() -> None:
     experience = collect(["1 0 0 1"])
     assert advantages(experience) == [0.866, -0.866, -0.866, 0.866]
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
-    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.unscored
+    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.is_unusable
     assert EVENTS == ["ended", "scored"] * 4, "an output is scored while others are rolled out"
     reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
     assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
@@ -108,26 +109,26 @@ def test_what_could_not_be_scored_is_left_out_of_its_group_or_has_a_value() -> N
     assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
     assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three; one of one has no baseline"
     assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
-    assert dict(experience.failures["reward"]) == {"RuntimeError: no number": 4} and not experience.unscored
+    assert dict(experience.failures["reward"]) == {NO_NUMBER: 4} and not experience.is_unusable
     experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
-    assert experience.failures["reward"].total() == 2 and not experience.unscored
+    assert experience.failures["reward"].total() == 2 and not experience.is_unusable
 
 
 @pytest.mark.parametrize(
-    ("outputs", "settings", "samples", "is_unscored"),
+    ("outputs", "settings", "samples", "is_unusable"),
     [
         ("x x x x", {}, 0, True),
         ("x x x x", {"reward": {"failure_value": 0.0}}, 4, True),
         ("1 ! 0 !", {}, 2, False),
-        ("! ! ! !", {}, 0, False),  # the rollout failed, not the rewards
+        ("! ! ! !", {}, 0, True),
         ("1 x x x", {"name": "ppo"}, 1, False),
-        ("1 x x x", {"name": "rloo"}, 0, False),
+        ("1 x x x", {"name": "rloo"}, 0, True),  # a sample alone has nothing to be compared with
     ],
 )
-def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int, is_unscored: bool) -> None:
+def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int, is_unusable: bool) -> None:
     experience = collect([outputs], **settings)
-    assert (len(experience.samples), experience.unscored) == (samples, is_unscored)
+    assert (len(experience.samples), experience.is_unusable) == (samples, is_unusable)
     assert experience.failures["rollout"].total() == outputs.count("!")
     assert experience.failures["reward"].total() == outputs.count("x")
 

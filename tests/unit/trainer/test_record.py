@@ -187,7 +187,7 @@ def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
     assert ": reward -, pass -, length 4.0, turns -, kl -, entropy -, loss -, grad -, tok/s" in lines[0]
     assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
-    assert "step 1: 6 samples have no reward: 4 x TimeoutError, 2 x ValueError: no box" in caplog.text
+    assert "step 1: 6 samples have no reward: 4 x TimeoutError, such as: 5 s, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
     assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}
     assert totals["left_out"] == {"skipped": 1, "no_gradient": 2}

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,71 @@ def test_tasks_that_cannot_be_used(override: str, message: str, tmp_path: Path) 
     prepare(config)
     with pytest.raises(UserError, match=message):
         checked_tasks(config)
+
+
+REWARDS = """import nothing_here
+---
+def none(sample):
+    pass
+---
+def of_trl(completions, **columns):
+    return [float(len(text)) for text in completions]
+---
+def of_trl(prompts, completions, **columns):
+    return [0.0]
+---
+def raises(sample):
+    return 1 / 0
+---
+def gives_text(sample): return "good"
+---
+def slow(sample):
+    while True: pass
+---
+def of_a_column(sample): return len(sample.metadata["word"]) / len(sample.token_ids)
+---
+def of_json(sample): return 1.0 if json.loads(sample.text) else 0.0
+import json
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (0, r"mine:f cannot be imported \(ModuleNotFoundError: .*nothing_here' \(mine.py, line 1\)\)"),
+        (1, r"ValueError: mine:f \(mine.py, line 1\) returned None, which is no number\. Fix: def reward\(sample\)"),
+        (2, r"TypeError: 'RewardSample' object is not iterable \(mine.py, line 2\).*of TRL takes a batch"),
+        (3, r"mine:f \(mine.py, line 1\) cannot be called with one argument.*of TRL takes a batch"),
+        (4, r"mine:f gave no reward .* 4 x ZeroDivisionError: division by zero \(mine.py, line 2\)\. Fix: "),
+        (5, r"mine:f \(mine.py, line 1\) returned 'good', which is no number"),
+        (6, r"took longer than reward.timeout_s \(0.5 s\)"),
+        (7, ""),
+        (8, ""),  # of answers that are numbers
+    ],
+)
+def test_rewards_that_fail_are_refused_before_anything_starts(
+    module: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = re.sub(r"def \w+", "def f", REWARDS.split("---\n")[module])
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    more = ["reward.timeout_s=0.5"] if module == 6 else []
+    config = settings(tmp_path, "reward.functions=[{name: 'mine:f'}]", *more)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 1 to 5.", "answer": "5", "word": "five"}\n')
+    try:
+        prepare(config)
+        problem = "" if checked_tasks(config).position == 0 else "tasks are left out"
+    except ConfigError as error:
+        problem = str(error)
+    assert problem.startswith("reward.functions: ") if message else not problem
+    assert re.search(message, problem), problem
+
+
+def test_rewards_that_may_fail_have_no_trial_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    never = "reward.functions=[{name: 'tests.fakes.reward_functions:not_a_number'}]"
+    checked_tasks(settings(tmp_path, never, "reward.failure_value=0.0"))
+    assert "not_a_number gave no reward to made-up outputs for the first tasks: 4 x ValueError" in caplog.text
 
 
 def test_the_memory_plan(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class World:
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         self.happens("collect")
         position = (3 * self.calls["collect"], 0)
-        return SimpleNamespace(samples=["s"], rewards=[1.0], unscored=False, position=position)
+        return SimpleNamespace(samples=["s"], rewards=[1.0], is_unusable=False, position=position)
 
     def timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -247,7 +247,7 @@ def test_a_run_in_which_every_reward_fails_is_not_complete(steps: int, tmp_path:
     failures = {"reward": Counter({"ValueError: a": 3, "ValueError: b": 2, "timed out": 9}), "rollout": Counter[str]()}
     world.collect = lambda *_: Experience(failures=failures)  # type: ignore[method-assign]
     with pytest.raises(
-        SpecActorError, match=r"every reward failed \(9 x timed out, 5 x ValueError\).*reward.functions"
+        SpecActorError, match=r"no sample can be used: 9 x timed out, 5 x ValueError, such as: a\. .*reward.functions"
     ):
         world.run()
     assert world.finished[0][0] == "failed" and f"step-{steps:06d}" in world.saved
