@@ -11,7 +11,8 @@ from specactor_ray.core.types import SamplingParams
 
 
 def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
-    """Seed of one sample of one prompt: the first 8 bytes, little-endian, of keyless BLAKE2b.
+    """Seed of one sample of one prompt, in [0, 2**53), which every reader of JSON keeps: the upper 53 bits of the first
+    8 bytes, little-endian, of keyless BLAKE2b.
 
     The hashed message is the three numbers as little-endian unsigned 64-bit words, under the personalisation
     `specactor-seed`. Stable across processes, machines and versions. A prompt in a later epoch needs another
@@ -22,7 +23,8 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
         if not 0 <= value < 2**64:
             raise InputError(f"{name} is {value!r}; it must be between 0 and 2**64 - 1")
     message = struct.pack("<QQQ", *numbers.values())
-    return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
+    digest = hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest()
+    return int.from_bytes(digest, "little") >> 11
 
 
 def sample_of(sampling: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:

@@ -6,6 +6,7 @@ import functools
 import hmac
 import ipaddress
 import time
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.serve import openai, sglang, vllm_rl
-from specactor_ray.serve.requests import Refusal, as_json, error_body, refusal_of
+from specactor_ray.serve.requests import Refusal, as_json, error_body, note_failure, refusal_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,8 +37,8 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
     for dialect in (openai, vllm_rl, sglang):
         app.include_router(dialect.router)
 
-    async def refuse(_request: Request, error: Exception) -> Response:
-        return _answer(refusal_of(error))
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _answer(refusal_of(error), request.scope)
 
     for kind in (RequestValidationError, SpecActorError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
@@ -52,7 +53,8 @@ class JsonAnswer(JSONResponse):
         return as_json(content)
 
 
-def _answer(error: HTTPException) -> JsonAnswer:
+def _answer(error: HTTPException, scope: MutableMapping[str, Any]) -> JsonAnswer:
+    note_failure(scope["path"], error)
     return JsonAnswer(error_body(error), error.status_code, error.headers)
 
 
@@ -85,7 +87,7 @@ class Guard:
         except Refusal as refusal:
             if b"expect" not in dict(scope["headers"]):  # such a client sends its body only when it is asked to
                 await self._discard(receive)
-            await _answer(refusal)(scope, receive, noted)
+            await _answer(refusal, scope)(scope, receive, noted)
         finally:
             route = scope.get("route")
             self._metrics.answered(route.path if route else "", status, time.monotonic() - begin)

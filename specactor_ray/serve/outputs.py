@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from specactor_ray.rollout.detokenizer import Detokenizer, decoded
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.requests import Wanted, as_json, error_body, refusal_of
+from specactor_ray.serve.requests import Wanted, as_json, error_body, note_failure, refusal_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -222,13 +222,13 @@ async def answer(
     handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
     if stream:
         streams = [parts_of(form, handle, index) for index, handle in enumerate(handles)]
-        return EventStream(_events(form, streams), partial(service.drop, handles))
+        return EventStream(_events(form, streams, request.scope["path"]), partial(service.drop, handles))
     outputs = await service.outputs(request, handles)
     whole = form.whole([whole_part(form, index, output) for index, output in enumerate(outputs)])
     return Response(as_json(whole), media_type="application/json")
 
 
-async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGenerator[bytes, None]:
+async def _events(form: Form, streams: Sequence[AsyncIterator[Part]], path: str) -> AsyncGenerator[bytes, None]:
     outputs = []
     try:
         for event in form.first_events(len(streams)):
@@ -240,7 +240,9 @@ async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGe
         for event in form.last_events(outputs):
             yield _data(as_json(event))
     except Exception as error:  # noqa: BLE001 - the client has got a status of success; an event is all that can follow
-        yield _data(as_json(error_body(refusal_of(error))))
+        refusal = refusal_of(error)
+        note_failure(path, refusal)
+        yield _data(as_json(error_body(refusal)))
     yield _data(b"[DONE]")
 
 

@@ -27,6 +27,7 @@ from specactor_ray.core.errors import (
     UnavailableError,
     UserError,
     clipped,
+    clipped_text,
 )
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.dialect import FIELDS, Dialect, requests_nothing
@@ -39,6 +40,7 @@ _MOST_CHARACTERS = 4096
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _HALVES, _HALF = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 """Escape sequence in JSON of a half of a surrogate pair, and a half that belongs to no pair in text."""
+_LONGEST_REASON = 300
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -100,6 +102,13 @@ def error_body(error: HTTPException) -> dict[str, Any]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     what = {"message": error.detail, "type": kind, "param": getattr(error, "param", None), "code": status}
     return {"error": what, "success": False, "message": error.detail}
+
+
+def note_failure(path: str, error: HTTPException) -> None:
+    """Log a failed request as one line, unless its client has left."""
+    if error.status_code != 499:
+        reason = clipped_text(str(error.detail), _LONGEST_REASON)
+        logger.warning("%s: %d %s", clipped_text(path), error.status_code, reason)
 
 
 def as_json(value: Any) -> bytes:

@@ -39,19 +39,43 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 _LEAST_BACKLOG = 1024
+_REPORT_TICKS = 100
+"""Ticks of uvicorn, a tenth of a second each, between two reports of the traffic."""
 _CUT_OFF_S = 5
 """Seconds for the answers of requests that are cut off at the end."""
 _KEY, _KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"
 _SHORTEST_KEY, _LARGEST_KEY_FILE = 16, 4096
 
 
+class Traffic:
+    """The server's work since the previous report, in one line."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._at, self._tokens, self._counted = time.monotonic(), 0, service.rollout.metrics()
+
+    def line(self, now: float) -> str:
+        """Empty if no request ran since the last call. `now`: of `time.monotonic`."""
+        rollout, (running, waiting) = self._service.rollout, self._service.load
+        since, self._at = self._at, now
+        before, self._tokens = self._tokens, rollout.committed_tokens
+        counted, self._counted = self._counted, rollout.metrics()
+        if not running + waiting and self._tokens == before:
+            return ""
+        figures = self._counted.since(counted)
+        steps = f"; {figures.acceptance_length:.2f} tokens a request and step" if figures.row_steps else ""
+        drafts = f", {figures.acceptance_rate:.0%} of draft tokens right" if figures.drafted_tokens else ""
+        speed = (self._tokens - before) / (now - since)
+        return f"{running} running, {waiting} waiting; {speed:.1f} tokens/s{steps}{drafts}"
+
+
 class Server(uvicorn.Server):
-    """uvicorn server that answers all requests at its end, including those that are cut off. `report` is called with a
-    line for the user when the end begins while requests are open."""
+    """uvicorn server that answers all requests at its end, including those that are cut off. `report` is called with
+    lines for the user: every ten seconds while requests run, and when the end begins while some are open."""
 
     def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service, self._report = service, report
+        self._service, self._report, self._traffic = service, report, Traffic(service)
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
 
@@ -63,6 +87,8 @@ class Server(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             connection.check(now)  # type: ignore[union-attr]
+        if counter % _REPORT_TICKS == _REPORT_TICKS - 1 and (line := self._traffic.line(time.monotonic())):
+            self._report(line)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,8 +128,12 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         try:
             with start_phase("loading torch and Ray"), signals_deferred():
                 from specactor_ray.rollout.rollout import Rollout  # takes seconds
-            with Rollout(config) as rollout:
+            rollout = Rollout(config)
+            try:
                 _serve(rollout, listener, token, config.target.model if model is None else model, console)
+            finally:
+                with start_phase("ending the run", interval_s=2.0):
+                    rollout.close()
         except KeyboardInterrupt as interrupt:
             say(console, f"{interruption(interrupt)}: ended before it was ready")
             raise
@@ -158,7 +188,7 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
         ignore_signals()
         cut = server.cut_off
         requests = f"{cut} request{'s were' if cut > 1 else ' was'} cut off" if cut else "no request is open"
-        say(console, f"{interruption(interrupt)}: {requests}; ending the run")
+        say(console, f"{interruption(interrupt)}: {requests}")
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

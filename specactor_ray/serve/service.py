@@ -126,6 +126,13 @@ class Service:
         self._is_cut_off = False
         self._viewing: asyncio.Future[ClusterView] | None = None
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Numbers of running and of waiting requests."""
+        total = len(self.engine.running())
+        waiting = min(total, self.rollout.dispatcher.waiting)
+        return total - waiting, waiting
+
     # ---- fields of requests ----
 
     def wanted(self, given: Mapping[str, Any], dialect: Dialect = OPENAI) -> Wanted:

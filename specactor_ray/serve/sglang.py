@@ -163,9 +163,8 @@ async def health_generate(service: Serving) -> dict[str, str]:
 @router.get("/v1/loads")
 async def loads(service: Serving) -> dict[str, Any]:
     """Numbers of running and waiting requests."""
-    total = len(service.engine.running())
-    waiting = min(total, service.rollout.dispatcher.waiting)
-    figures = {"num_running_reqs": total - waiting, "num_waiting_reqs": waiting, "num_total_reqs": total}
+    running, waiting = service.load
+    figures = {"num_running_reqs": running, "num_waiting_reqs": waiting, "num_total_reqs": running + waiting}
     return {"loads": [{"dp_rank": 0, **figures}]}
 
 

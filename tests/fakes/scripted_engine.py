@@ -18,7 +18,7 @@ from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Handle
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import tiny_target
@@ -108,6 +108,8 @@ def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Servic
         config=Config(target=TargetConfig(model=str(tiny_target()))),
         weight_version=0,
         dispatcher=SimpleNamespace(waiting=0),
+        committed_tokens=0,
+        metrics=RolloutMetrics,
         metric_rows=lambda: [row("specactor_weight_version", 0, actor="driver")],
     )
     return Service(rollout, "tiny", limits)

@@ -358,10 +358,10 @@ def test_tensors_of_a_device_give_what_arrays_give(integers):
 
 
 def test_derived_seeds_are_frozen_and_distinct():
-    assert derive_seed(0, 0, 0) == 15974013904992486139
-    assert derive_seed(2**64 - 1, 7, 3) == 14105567933028175434
+    assert derive_seed(0, 0, 0) == 7799811477047112
+    assert derive_seed(2**64 - 1, 7, 3) == 6887484342298913
     seeds = {derive_seed(r, p, s) for r in range(3) for p in range(500) for s in range(8)}
-    assert len(seeds) == 3 * 500 * 8 and min(seeds) >= 0 and 2**63 < max(seeds) < 2**64
+    assert len(seeds) == 3 * 500 * 8 and min(seeds) >= 0 and 2**52 < max(seeds) < 2**53
 
 
 @pytest.mark.parametrize("numbers", [(-1, 0, 0), (0, 2**64, 0), (0, 0, -5)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
 import socket
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.signals import sigterm_interrupts
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.serve import run
 from specactor_ray.serve.run import listening_socket, server_of, url_of
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, make_service, on
 
 HOST = "127.0.0.1"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -75,11 +77,13 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
             await serving
             return await answers
 
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.WARNING):
         answers = asyncio.run(work())
     assert lines == ["waiting up to 0 s for 6 requests; Ctrl-C cuts them off"]
     assert server.cut_off == 6
-    assert not engine.open and not caplog.records
+    assert not engine.open
+    problem = "503 the server ends; the request was cut off"
+    assert sorted(caplog.messages) == sorted(f"{path}: {problem}" for path, _ in REQUESTS)
     for (_, sent), answer in zip(REQUESTS, answers, strict=True):
         is_stream = "stream" in sent
         assert answer.status_code == (200 if is_stream else 503)
@@ -90,3 +94,33 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
         body = json.loads(text.removeprefix("data: "))
         assert "the server ends" in body["error"]["message"]
         assert body["success"] is False
+
+
+def test_the_traffic_is_a_line_every_hundred_ticks_with_requests() -> None:
+    service, lines = make_service(ScriptedEngine()), list[str]()
+    server, rollout = server_of(service, report=lines.append), service.rollout
+
+    async def tick(*counters: int) -> None:
+        for counter in counters:
+            await server.on_tick(counter)
+
+    asyncio.run(tick(99, 199))
+    rollout.committed_tokens = 30
+    counted = RolloutMetrics(row_steps=20, committed_tokens=30, drafted_tokens=8, accepted_tokens=2)
+    rollout.metrics = lambda: counted  # type: ignore[method-assign]
+    asyncio.run(tick(298))
+    assert lines == []
+    asyncio.run(tick(299, 399))
+    (line,) = lines
+    figures = r"[\d.]+ tokens/s; 1.50 tokens a request and step, 25% of draft tokens right"
+    assert re.fullmatch(f"0 running, 0 waiting; {figures}", line)
+
+
+def test_a_failed_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for path, body in (("/v1/completions", {"prompt": "a", "n": 0}), ("/no%0Apath", {}), *REQUESTS):
+            await client.post(path, json=body)
+
+    on(make_service(ScriptedEngine()), work)
+    expected = ["/v1/completions: 400 n is 0; it must be a whole number from 1 to", "/no\\npath: 404 Not Found"]
+    assert [message.startswith(start) for message, start in zip(caplog.messages, expected, strict=True)] == [True] * 2
