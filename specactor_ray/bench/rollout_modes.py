@@ -1,14 +1,18 @@
-"""Comparison of `specactor bench rollout`: the modes one after the other on the same prompts, seeds and cores.
+"""Comparison of `specactor bench rollout`: the modes by turns on the same prompts, seeds and cores.
 
-Every variant has its own actors, which start and end with it, on one Ray cluster. A short warm-up on its own prompt is
-not counted, and leaves nothing that a drafter could look up.
+Every variant has its own actors on one Ray cluster. Where memory allows, those of a batch size all run, and decode in
+rounds, in an order that alternates: one of them at a time, so that all see the same minutes of the machine. A short
+warm-up on its own prompt is not counted, and leaves nothing that a drafter could look up.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +22,7 @@ from rich.console import Console
 
 from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
+from specactor_ray.bench.verdict import verdict
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
@@ -28,16 +33,21 @@ from specactor_ray.core.files import make_folder, remove_if_empty, require_folde
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.models.cache_size import available_bytes
+from specactor_ray.rollout.memory import plan_rollout_memory
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.target.vllm_settings import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+    from specactor_ray.rollout.trajectory import Trajectory
 
 WARM_UP_PROMPTS: list[Prompt] = ["Name three colours.", "Count from one to five."]
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
+_MEMORY_SHARE = 0.7
+"""Most of the free memory for variants that run side by side."""
 Place = tuple[int, int]
 """Prompt index and sample index, which identify a request in two rollouts."""
 Outputs = Mapping[Place, "Trajectory"]
@@ -50,11 +60,14 @@ class Workload:
     name: str
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
+    n: int | None = None
+    """Samples per prompt; None: `data.n`."""
 
 
 def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
     """One workload for every file of prompts (default: `data.path`), with its name, at every temperature (default: that
-    of the configuration). Raises UserError without prompts, for a file that cannot be read, or two of the same name."""
+    of the configuration). At temperature 0 all samples of a prompt are copies, so it has one. Raises UserError without
+    prompts, for a file that cannot be read, or two of the same name."""
     if not paths and config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: --prompts prompts.jsonl")
     paths = paths or [Path(str(config.data.path))]
@@ -63,9 +76,14 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
         raise InputError("--prompts: two files have the same name, which names their workload")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
     return [
-        Workload(f"{name} T={temperature:g}", prompts[name], replace(config.sampling, temperature=temperature))
+        Workload(
+            f"{name} T={heat:g}",
+            prompts[name],
+            replace(config.sampling, temperature=heat),
+            config.data.n if heat else 1,
+        )
         for name in names
-        for temperature in temperatures or [config.sampling.temperature]
+        for heat in temperatures or [config.sampling.temperature]
     ]
 
 
@@ -77,26 +95,39 @@ def run_bench(
     output: Path | None,
     console: Console,
     peers: bool = False,
+    rounds: int = 1,
+    auto: Config | None = None,
 ) -> dict[str, Any]:
-    """Measure all variants (see `plan_variants`), and with `peers` vLLM itself, on all workloads. Returns the report,
-    which is written to `output` (default: `bench.json` in a new folder under `run.dir`), never over another file; after
-    an interruption it has what was measured. UserError: the configuration, the prompts or the cluster are wrong."""
+    """Measure all variants (see `plan_variants`, also for `auto`) in rounds, and with `peers` vLLM itself, once, on all
+    workloads. Returns the report, which is written to `output` (default: `bench.json` in a new folder under `run.dir`),
+    never over another file; after an interruption it has what was measured. UserError: the configuration, the prompts
+    or the cluster are wrong."""
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
-    variants = _checked_variants(config, modes, batches, peers)
-    for note in start_notes(config):
+    notes = list[str]()
+    variants = _checked_variants(config, modes, batches, peers, auto, notes)
+    if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
+        notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
+    groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
+    if not _fit_together(config, groups):
+        notes.append("the variants run one after the other, not by turns: a slower minute counts for one of them alone")
+        groups = [[one] for one in variants]
+    for note in (*start_notes(variants[0].config), *notes):
         say(console, note)
     made = make_folder(output.parent, "--output")
-    report = _head(config, workloads, output)
+    report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
     bench = Bench(workloads, console)
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
         with sigterm_interrupts():
-            with connect(config.cluster):
-                for number, variant in enumerate(variants, start=1):
-                    bench.measure(variant, f"[{number}/{len(variants)}]")
+            cluster = copy.copy(config.cluster)
+            if cluster.address == "local":  # one of them runs at a time
+                cluster.num_cpus = max(sum(one.total_cores for one in group) for group in groups)
+            with connect(cluster):
+                for number, group in enumerate(groups, start=1):
+                    bench.measure(group, rounds, f"[{number}/{len(groups)}]")
             if peers:
                 bench.measure_peers(config, batches)
         report["status"] = "complete"
@@ -114,11 +145,16 @@ def run_bench(
 
 @start_phase("checking the model")
 def _checked_variants(
-    config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
+    config: Config,
+    modes: Sequence[BenchMode],
+    batches: Sequence[int],
+    peers: bool,
+    auto: Config | None,
+    notes: list[str],
 ) -> Sequence[Variant]:
     """The variants to measure, after all checks that are possible before Ray starts."""
-    refuse_early(config)  # every variant has the same devices
-    variants = plan_variants(config, modes, batches)
+    refuse_early(config)
+    variants = plan_variants(config, modes, batches, auto, notes)
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:
@@ -126,6 +162,14 @@ def _checked_variants(
             raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
     check_target(config)  # imports transformers, which takes seconds
     return variants
+
+
+def _fit_together(config: Config, groups: Sequence[Sequence[Variant]]) -> bool:
+    """Whether this machine has the memory for all variants of a batch size at once: GPUs are not shared."""
+    if config.target.gpus or config.cluster.address != "local":
+        return False
+    needed = max(sum(item.num_bytes for one in group for item in plan_rollout_memory(one.config)) for group in groups)
+    return needed <= _MEMORY_SHARE * available_bytes()
 
 
 class Bench:
@@ -137,19 +181,24 @@ class Bench:
         """Figures of every variant and workload so far."""
         self._references: dict[tuple[str, int], Outputs] = {}
 
-    def measure(self, variant: Variant, title: str) -> None:
-        """Start the variant's actors, warm up, time each workload, compare its tokens, end the actors."""
+    def measure(self, variants: Sequence[Variant], rounds: int, title: str) -> None:
+        """Start the actors of all variants, warm up, time each workload in rounds by turns, end the actors."""
         with signals_deferred():
             from specactor_ray.rollout.rollout import Rollout
 
-        name = f"{title} batch {variant.batch}, {variant.label}"
-        say(self._console, f"{name}: starting")
-        begin = time.monotonic()
-        with Rollout(variant.config) as rollout:
-            rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
-            start_seconds = time.monotonic() - begin
+        with ExitStack() as stack:
+            running = list[tuple[Variant, Rollout, float]]()
+            for variant in variants:
+                say(self._console, f"{title} batch {variant.batch}, {variant.label}: starting")
+                begin = time.monotonic()
+                rollout = stack.enter_context(Rollout(variant.config))
+                rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
+                running.append((variant, rollout, time.monotonic() - begin))
             for workload in self._workloads:
-                self.measure_running(rollout, variant, workload, start_seconds, f"{name}, {workload.name}")
+                for number in range(rounds):
+                    for variant, rollout, start_seconds in running if number % 2 == 0 else reversed(running):
+                        name = f"{title} batch {variant.batch}, {workload.name}, round {number + 1}: {variant.label}"
+                        self.measure_running(rollout, variant, workload, start_seconds, name)
 
     def measure_running(
         self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
@@ -183,14 +232,14 @@ class Bench:
         encoded = []
         for workload in self._workloads:
             prompts = [encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts]
-            prompts *= config.data.n
+            prompts *= workload.n or config.data.n
             encoded.append((workload.name, tuple(prompts), (workload.sampling,) * len(prompts)))
         self.measured += measure_peers(config, batches, encoded, self._console)
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
         order = [workload.name for workload in self._workloads]
-        return with_ratios(sorted(self.measured, key=lambda m: (m["batch"], order.index(m["workload"]))))
+        return with_ratios(sorted(merged(self.measured), key=lambda m: (m["batch"], order.index(m["workload"]))))
 
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[Outputs, Counter[str]]:
         outputs, failures = dict[Place, "Trajectory"](), Counter[str]()
@@ -201,8 +250,9 @@ class Bench:
             tokens = rollout.committed_tokens - before
             return ProgressState(len(outputs), failures.total(), tokens, metrics.acceptance_length, metrics.supply)
 
-        with rollout_progress(self._console, title, len(workload.prompts) * rollout.config.data.n, read):
-            for one in rollout.stream(workload.prompts, workload.sampling):
+        n = workload.n or rollout.config.data.n
+        with rollout_progress(self._console, title, len(workload.prompts) * n, read):
+            for one in rollout.stream(workload.prompts, workload.sampling, n):
                 outputs[one.prompt_index, one.sample_index] = one
                 if one.finish_reason == "error":
                     failures[one.error] += 1
@@ -252,24 +302,57 @@ def figures_of(requests: int, tokens: int, seconds: float, metrics: RolloutMetri
     }
 
 
-def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and workload) and
-    `last_of_group` added."""
+def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One result for each variant, batch and workload: sums over its rounds, whose speeds are `rounds`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
-    for result in measured:
-        groups.setdefault((result["batch"], result["workload"]), []).append(result)
+    for one in measured:
+        groups.setdefault((one["batch"], one["workload"], one["variant"]), []).append(one)
     results = []
     for group in groups.values():
-        base = max((one for one in group if one["mode"] == ModeName.plain.value), key=lambda one: one["tokens_per_s"])
+        requests, tokens, seconds = (sum(one[name] for one in group) for name in ("requests", "tokens", "seconds"))
+        metrics = RolloutMetrics.merge(one["metrics"] for one in group)
+        differences = [one["differences"] for one in group]
+        together = {
+            **figures_of(requests, tokens, seconds, metrics),
+            "rounds": [one["tokens_per_s"] for one in group],
+            "differences": None if None in differences else [*itertools.chain(*differences)],
+        }
+        results.append({**group[-1], **together})
+    return results
+
+
+def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
+    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the plain
+    variant of this package, and its `interval`."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["batch"], result["workload"]), []).append(result)
+    found = []
+    for (batch, workload), group in groups.items():
+        plain = [one for one in group if one["mode"] == ModeName.plain.value]
+        base, own = (
+            max(some, key=lambda one: one["tokens_per_s"])
+            for some in (plain, [one for one in plain if not one.get("peer")])
+        )
         for result in group:
             added = {
                 "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
                 "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
+                "interval": None,
+                "verdict": "",
                 "baseline": result is base,
                 "last_of_group": result is group[-1],
             }
-            results.append({**result, **added})
-    return results
+            pairs = [pair for pair in zip(own["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
+            if pairs and not result.get("peer") and result["mode"] != ModeName.plain.value:
+                subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
+                said = verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
+                interval = None if said.low is None or said.high is None else [round(said.low, 4), round(said.high, 4)]
+                added |= {"interval": interval, "verdict": said.sentence}
+                added |= {"ratio": round(said.ratio, 4)} if own is base else {}
+            found.append({**result, **added})
+    return found
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from specactor_ray.config.methods import acting_drafters, is_hosted
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.rollout.planning import devices_of
+from specactor_ray.rollout.planning import devices_of, resolve
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,24 @@ class BenchMode(StrEnum):
     """Modes of the comparison."""
 
     plain = "plain"
+    auto = "auto"
+    """What `specactor rollout` runs, with all draft methods."""
     coupled = "coupled"
     decoupled = "decoupled"
     fon = "fon"
     """All draft methods together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
 
 
-def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
-    """The variants in the order they run: batch by batch, plain first.
+def plan_variants(
+    config: Config,
+    modes: Sequence[BenchMode],
+    batches: Sequence[int],
+    auto: Config | None = None,
+    notes: list[str] | None = None,
+) -> list[Variant]:
+    """The variants in the order they run: batch by batch, plain first. `auto`: what `rollout` runs, default: `config`
+    with this mode; with it, all variants get the cores that it takes. A variant that cannot be measured, or equals an
+    earlier one, is left out, with a line in `notes`.
 
     `decoupled` is the configuration as given, with each method of draft actors alone on all the draft cores (a hosted
     lookup alone is as in `coupled`); `fon` is the one with all of them. Plain and coupled verifiers get the drafters'
@@ -68,24 +78,53 @@ def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[
     if not batches or min(batches) < 1:
         raise InputError("--batch must name one batch size or more, each 1 or more")
     _reject_drafters_on_gpus(config)
-    variants = [
-        variant
-        for batch in batches
-        for mode in BenchMode
-        if mode in modes
-        for variant in _variants(config, mode, batch)
-    ]
-    for variant in variants:
-        validate(variant.config)
+    if BenchMode.auto in modes:
+        auto = auto or auto_of(config)
+        config = _with_cores_of(auto, config)
+    variants, left_out = list[Variant](), [] if notes is None else notes
+    for batch in batches:
+        found = list[Variant]()
+        for mode in (mode for mode in BenchMode if mode in modes):
+            for variant in _variants(config, mode, batch, auto or config, left_out):
+                same = next((one for one in found if one.config == variant.config), None)
+                if same is None:
+                    validate(variant.config)
+                    found.append(variant)
+                else:
+                    left_out.append(f"{variant.label}, batch {batch}: left out, it is the same as {same.label}")
+        variants += found
+    left_out[:] = dict.fromkeys(left_out)
     return variants
 
 
-def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
+def auto_of(config: Config) -> Config:
+    """The configuration that `rollout` runs in mode auto."""
+    chosen = copy.deepcopy(config)
+    chosen.mode = ModeName.auto
+    return resolve(chosen)[0]
+
+
+def _with_cores_of(auto: Config, config: Config) -> Config:
+    """A copy whose verifiers have the cores that mode auto takes beyond those of verifiers and draft actors."""
+    chosen, target = copy.deepcopy(config), config.target
+    more = devices_of(auto).cores - devices_of(config).cores
+    share = more // target.replicas
+    if not target.gpus and auto.target.replicas == target.replicas and more > 0 and more % target.replicas == 0:
+        chosen.target.cores += share - share % target.tensor_parallel
+    return chosen
+
+
+def _variants(config: Config, mode: BenchMode, batch: int, auto: Config, left_out: list[str]) -> Iterator[Variant]:
     target = config.target
     all_cores = (target.replicas, target.cores + _extra_cores(config))
     if mode is BenchMode.plain:
-        for layout in dict.fromkeys([all_cores, *_other_plain_layouts(config, batch)]):
+        for layout in dict.fromkeys([all_cores, *_other_plain_layouts(config, batch, left_out)]):
             yield _variant(config, ModeName.plain, batch, "plain", layout)
+    elif mode is BenchMode.auto:
+        own = (auto.target.replicas, auto.target.cores)
+        yield _variant(
+            auto, auto.mode, batch, "auto", own if config.profile or auto.mode is not ModeName.coupled else all_cores
+        )
     elif mode is BenchMode.fon:
         yield _variant(config, ModeName.decoupled, batch, "fon")
         yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
@@ -98,6 +137,8 @@ def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
                 yield variant
             elif not is_hosted(drafter, config.mode):
                 yield _variant(_method_alone(config, drafter), ModeName.decoupled, batch, name)
+            else:
+                left_out.append(f"{name}: left out, verifiers host {drafter.method}, so it is coupled")
 
 
 def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tuple[int, int] | None = None) -> Variant:
@@ -147,10 +188,14 @@ def _extra_cores(config: Config) -> int:
     return extra
 
 
-def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]]:
+def _other_plain_layouts(config: Config, batch: int, left_out: list[str]) -> Iterator[tuple[int, int]]:
     target = config.target
     more, rest = divmod(draft_cores(acting_drafters(config)), target.cores)
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:
         yield replicas, target.cores
+    elif more:
+        why = f"{replicas} verifiers cannot share {batch * target.replicas} requests evenly"
+        why = f"{target.cores} cores a verifier leave {rest} of the draft cores over" if rest else why
+        left_out.append(f"plain {replicas}x{target.cores}, batch {batch}: left out, {why}")
     yield target.replicas, target.tensor_parallel

@@ -39,9 +39,10 @@ def bench_rollout(
     modes: Annotated[
         str,
         typer.Option(
-            help="What to compare: plain, coupled and (draft actors) decoupled with each method, fon with all."
+            help="What to compare: plain; auto, as in rollout; coupled and (draft actors) decoupled with each method; "
+            "fon with all."
         ),
-    ] = "plain,coupled,decoupled",
+    ] = "plain,auto,coupled,decoupled",
     prompts: Annotated[
         list[Path] | None, typer.Option(help="Prompts; may be repeated. Default: data.path.", show_default=False)
     ] = None,
@@ -51,6 +52,9 @@ def bench_rollout(
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes, as in 1,4,16. Default: target.max_batch.", show_default=False)
     ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Measurements of each variant, by turns; 1 gives no interval.", min=1)
+    ] = 5,
     output: Annotated[
         Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
     ] = None,
@@ -58,16 +62,19 @@ def bench_rollout(
         bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, draft model, eagle3")
     ] = False,
 ) -> None:
-    """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
-    settings, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
+    """Compare the modes on the same prompts, seeds and cores, and conclude whether drafts pay; exit code 1 if any token
+    differs from plain decoding."""
+    written, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
     chosen = parse_modes(modes)
-    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
-    settings = planned_side_by_side(settings, progress)
+    batches = [written.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
+    settings = planned_side_by_side(written, progress)
     from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
+    from specactor_ray.bench.variants import BenchMode, auto_of
 
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
     workloads = plan_workloads(settings, prompts or (), heats)
-    report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
+    auto = auto_of(written) if BenchMode.auto in chosen else None
+    report = run_bench(settings, chosen, batches, workloads, output, progress, peers, rounds, auto)
     _show(report)
     finish(report["status"], all_identical(report))
 
@@ -85,6 +92,8 @@ def _show(report: Mapping[str, Any]) -> None:
         for line in reason_lines(result["failures"]):
             say(console, f"{result['variant']}, batch {result['batch']}, {result['workload']}:{line}")
     for line in difference_lines(results):
+        say(console, line)
+    for line in filter(None, (result["verdict"] for result in results)):
         say(console, line)
     say(console, f"report: {Path(report['output']).resolve()}")
 

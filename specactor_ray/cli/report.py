@@ -57,8 +57,8 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
-    figures = ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical")
+    """Speed and acceptance of each measured variant, and whether its tokens are those of plain decoding."""
+    figures = ("tokens/s", "ratio", "95% interval", "estimated", "acc. rate", "acc. length", "identical")
     table = _bench_table("speed and acceptance", figures)
     for result in results:
         metrics = result["metrics"]
@@ -66,16 +66,16 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             *_variant_cells(result),
             f"{result['tokens_per_s']:.1f}",
             f"{result['ratio']:.2f}" + ("*" if result["baseline"] else ""),
+            "-" if result["interval"] is None else "{:.2f} to {:.2f}".format(*result["interval"]),
+            f"{metrics['speedup']:.2f}" if result["verdict"] else "-",
             _share(metrics["acceptance_rate"], metrics["drafted_tokens"]),
             f"{metrics['acceptance_length']:.2f}",
-            f"{metrics['supply']:.2f}",
-            _share(metrics["supply_share"], metrics["row_steps"]),
             "-" if result.get("peer") else f"{result['identical']}/{result['requests']}",
             end_section=result["last_of_group"],
         )
     table.caption = (
-        "* baseline: the fastest plain variant of that batch and workload. supply: usable draft tokens per request\n"
-        "and step. variant: verifiers x cores of each, + cores of draft actors. fon: all draft methods together."
+        "* baseline: the fastest plain variant of that batch and workload. estimated: the ratio that a rollout\n"
+        "prints, from its steps alone. variant: verifiers x cores of each, + cores of draft actors. fon: all methods."
     )
     return table
 

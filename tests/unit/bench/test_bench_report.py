@@ -20,11 +20,13 @@ from specactor_ray.bench.rollout_modes import (
     all_identical,
     differences,
     figures_of,
+    merged,
     plan_workloads,
     run_bench,
     with_ratios,
 )
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
+from specactor_ray.bench.verdict import verdict
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
@@ -33,11 +35,12 @@ from specactor_ray.cli.report import (
     status_table,
     time_table,
 )
-from specactor_ray.config.load import from_mapping
+from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.planning import as_decoupled, devices_of, resolve
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 
 HEALTH = {
@@ -105,7 +108,7 @@ class TestVariants:
         base = config()
         methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.fakes.own_proposers:Lookup", 1.0, True)]
         base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
-        variants = plan_variants(base, list(BenchMode), [2])
+        variants = plan_variants(base, [mode for mode in BenchMode if mode is not BenchMode.auto], [2])
         assert [variant.label for variant in variants][3:] == [
             "coupled ngram 1x2",
             "coupled suffix 1x2",
@@ -145,6 +148,27 @@ class TestVariants:
 def output(*tokens: int, reason: str = "length", error: str = "") -> Trajectory:
     margins = tuple(token / 10 for token in tokens)
     return Trajectory("r", 0, 0, (), tokens, (), "", reason, SamplingParams(), error=error, margins=margins)
+
+
+class TestAuto:
+    def test_all_cores_of_a_rollout_and_nothing_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+        auto, notes = load_config(None, ["target.cores=2"]), list[str]()
+        variants = plan_variants(as_decoupled(auto), list(BenchMode)[:-1], [16], notes=notes)
+        assert [one.label for one in variants] == ["plain 1x3", "plain 1x1", "auto 1x3"]
+        assert variants[-1].config.mode is ModeName.coupled and devices_of(resolve(auto)[0]).cores == 3
+        assert notes == [
+            "coupled 1x3, batch 16: left out, it is the same as auto 1x3",
+            "decoupled: left out, verifiers host suffix, so it is coupled",
+        ]
+
+    def test_auto_may_have_draft_actors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        notes = list[str]()
+        variants = plan_variants(as_decoupled(config()), list(BenchMode)[:-1], [3], notes=notes)
+        assert [one.label for one in variants] == ["plain 1x2", "plain 1x1", "auto 1x1 + 1", "coupled 1x2"]
+        assert [note.split(":")[0] for note in notes] == ["plain 2x1, batch 3", "decoupled 1x1 + 1, batch 3"]
+        assert "2 verifiers cannot share 3 requests evenly" in notes[0] and "same as auto" in notes[1]
 
 
 class TestComparison:
@@ -196,6 +220,7 @@ def measured(
         "workload": workload,
         **figures_of(16, 32, 1.0, metrics),
         "tokens_per_s": tokens_per_s,
+        "rounds": [tokens_per_s] * 3,
         "failures": {},
         "differences": found,
     }
@@ -215,10 +240,28 @@ class TestReport:
                 measured("decoupled", 4, 20.0, workload="chat T=0"),
             ]
         )
-        assert [result["ratio"] for result in results] == [1.0, 0.5, 1.5, 0.8, 1.0, 0.9, 1.0, 2.0]
+        assert [result["ratio"] for result in results] == [1.0, 0.5, 1.5, 0.8, 1.0, 0.9, 1.0, 1.5], (
+            "the last one is limited to the acceptance length"
+        )
         assert [result["baseline"] for result in results] == [True, False, False, False, True, False, True, False]
         ends = [number for number, result in enumerate(results) if result["last_of_group"]]
         assert ends == [2, 5, 7]
+
+    def test_rounds_add_up_and_give_a_verdict_with_an_interval(self) -> None:
+        turns = [
+            {**measured(label, 4, speed), "tokens": 32, "seconds": 32 / speed, "differences": wrong, "rounds": None}
+            for plain, drafted in ((40.0, 52.0), (20.0, 25.0), (60.0, 76.0))
+            for label, speed, wrong in (("plain 1x2", plain, []), ("auto 1x2", drafted, [{"prompt_index": 1}]))
+        ]
+        plain, auto = with_ratios(merged(turns))
+        assert (plain["tokens"], plain["requests"], plain["identical"]) == (96, 48, 48)
+        assert plain["tokens_per_s"] == pytest.approx(96 / sum(32 / speed for speed in (40, 20, 60)), rel=1e-3)
+        assert plain["metrics"]["steps"] == 30 and plain["rounds"] == [40.0, 20.0, 60.0]
+        assert auto["identical"] == 45, "a difference in each round"
+        said = verdict([(40.0, 52.0), (20.0, 25.0), (60.0, 76.0)], 1.5, "for chat at T=1, batch 4, auto 1x2")
+        assert said.low is not None and said.high is not None
+        assert (auto["verdict"], auto["interval"]) == (said.sentence, [round(said.low, 4), round(said.high, 4)])
+        assert "drafts pay (1.27 of plain decoding, " in auto["verdict"] and plain["verdict"] == ""
 
     def test_one_differing_request_is_enough(self) -> None:
         same = [measured("plain 1x2", 4, 1.0), measured("decoupled", 4, 1.0)]
@@ -365,9 +408,11 @@ def test_every_file_at_every_temperature_is_a_workload(tmp_path: Path) -> None:
     for name in ("chat", "code"):
         (tmp_path / f"{name}.txt").write_text("one\ntwo\n")
     paths = [tmp_path / "chat.txt", tmp_path / "code.txt"]
-    workloads = plan_workloads(config(), paths, [0.0, 1.0])
+    four = config()
+    four.data.n = 4
+    workloads = plan_workloads(four, paths, [0.0, 1.0])
     assert [w.name for w in workloads] == ["chat T=0", "chat T=1", "code T=0", "code T=1"]
-    assert [w.sampling.temperature for w in workloads] == [0.0, 1.0] * 2
+    assert [(w.sampling.temperature, w.n) for w in workloads] == [(0.0, 1), (1.0, 4)] * 2
     assert all(w.prompts == ("one", "two") for w in workloads)
     with pytest.raises(InputError, match="same name"):
         plan_workloads(config(), [paths[0], paths[0]], [])
