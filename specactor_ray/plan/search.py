@@ -4,13 +4,14 @@ D and V are those of `costs.py`. With `S_i` the chance that the first `i` draft 
 paper), a window of `w` tokens, `D` seconds per drafted token and `V(w)` seconds to verify `w + 1` positions, one
 iteration commits τ tokens of a request in IL seconds, and TGS = τ / IL:
 
-    coupled    IL = w·D + V(w)       τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)   + (w+1)·S_w  =  Σ_{i=0}^{w} S_i
-    decoupled  IL = max(w·D, V(w))   τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)/2 + w·S_w      =  (Σ_{i=0}^{w-1} S_i + w·S_w) / 2
-    plain      IL = V(0)             τ = 1
+    plain      IL = V(0)                                        τ = 1
+    coupled    IL = w·D + V(w)                                  τ = Σ_{i=0}^{w} S_i
+    decoupled  IL = max((1-π)·V(0) + π·V(w), (w+1)·D)           τ = 1 + π Σ_{i=1}^{w} S_i,   π = 1 / (2 - S_{w+1})
 
-A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus token. The ladder
-ranks methods by these. The plan predicts decoupled drafting by `run_ahead`: neither side waits, and branches rescue a
-share of the misses.
+The coupled equation is the paper's. A decoupled step here does not wait (`run_ahead`; the paper's does): after a
+refuted tail comes one step without a tail, so π is the share of steps with one, and one forward more than the tail has
+tokens was under way for the refuted tail. The ladder ranks methods by these; the plan predicts decoupled drafting by
+`run_ahead` itself.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
@@ -205,9 +206,8 @@ def _best_step(
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
     if mode is ModeName.coupled:
         verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
-        tau, iteration_s = iterations(survival[None], drafting.step(rows, context), verify)[0]
-        at = int(np.argmax(tau / iteration_s))
-        return at + 1, float(tau[0, at] / iteration_s[at])
+        rates = coupled_rates(survival[None], drafting.step(rows, context), verify)[0]
+        return int(rates.argmax()) + 1, float(rates.max())
     return len(survival) - 1, best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
 
 
@@ -257,22 +257,20 @@ def geometric(probability: np.ndarray, window: int) -> np.ndarray:
     return powers
 
 
-def iterations(
-    survival: np.ndarray, draft_s: float, verify_s: np.ndarray
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """τ and IL of coupled iterations, τ and IL of decoupled ones, at windows 1, 2, ...: `(n, window)` and `(window,)`.
-    `survival`: `(n, window + 1)` S_i; `draft_s`, `verify_s`: D, and `(window + 1,)` V(0), V(1), ..."""
-    windows, sums = np.arange(1, survival.shape[1]), np.cumsum(survival, axis=1)
-    drafting_s, seconds = windows * draft_s, np.maximum(verify_s[1:], TINY_S)
-    decoupled = (sums[:, :-1] + windows * survival[:, 1:]) / 2.0
-    return (sums[:, 1:], drafting_s + seconds), (decoupled, np.maximum(drafting_s, seconds))
+def coupled_rates(survival: np.ndarray, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
+    """`(n, w)` TGS of coupled iterations at windows 1, 2, ..., w. `survival`: `(n, w + 1)` S_i; `draft_s`, `verify_s`:
+    D, and `(w + 1,)` V(0), V(1), ..."""
+    seconds = np.arange(1, len(verify_s)) * draft_s + verify_s[1:]
+    rates: np.ndarray = survival.cumsum(axis=1)[:, 1:] / np.maximum(seconds, TINY_S)
+    return rates
 
 
-def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(n, window)` TGS at windows 1, 2, ..., `window`, the better of coupled and decoupled. `probability`: `(n,)`;
-    `draft_s`, `verify_s`: D, and `window + 1` or more of V(0), V(1), ..."""
-    coupled, decoupled = iterations(geometric(probability, window), draft_s, verify_s[: window + 1])
-    rates: np.ndarray = np.maximum(coupled[0] / coupled[1], decoupled[0] / decoupled[1])
+def decoupled_rates(survival: np.ndarray, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
+    """The same for decoupled iterations, with one S_i more, `(n, w + 2)`."""
+    share, forwards = 1.0 / (2.0 - survival[:, 2:]), np.arange(2, len(verify_s) + 1)
+    tau = 1.0 + share * (survival.cumsum(axis=1)[:, 1:-1] - 1.0)
+    seconds = np.maximum(verify_s[0] + share * (verify_s[1:] - verify_s[0]), forwards * draft_s)
+    rates: np.ndarray = tau / np.maximum(seconds, TINY_S)
     return rates
 
 

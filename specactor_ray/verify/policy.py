@@ -19,7 +19,7 @@ import numpy as np
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.plan.costs import StepCost
-from specactor_ray.plan.search import window_rates
+from specactor_ray.plan.search import coupled_rates, decoupled_rates, geometric
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.table import BUCKET_NAMES, Acceptance, RequestTable
 
@@ -151,22 +151,18 @@ class DraftPolicy:
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """Number of tokens that models that take turns with the verifier draft for each request before the step."""
-        table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
-        longest = np.zeros((len(table.method), len(rows)), np.int32)
+        table, longest = self.table, np.zeros((len(self.table.method), len(rows)), np.int32)
+        token_s, most, known = np.zeros(len(longest)), 0, True
         for seat, one in self.drafters.items():
-            if one.able and one.takes_turns:
-                longest[seat] = one.spec.window * table.assigned[seat, rows]
-        if not longest.any() or not self.cost.is_known:
-            return 0
-        most = max(one.spec.window for one in drafters)
-        if self._config.verify is VerifyPolicy.all:
-            return most
-        for one in drafters:
+            if not (one.able and one.takes_turns and table.assigned[seat, rows].any()):
+                continue
             if 2 * len(rows) <= one.token_rows:  # measured at twice the load, so unknown at this load
                 one.token_s, one.token_rows = 0.0, 0
-        token_s = sum(one.token_s for one in drafters)
-        if token_s <= 0.0:
-            most = min(most, _FIRST_ROUNDS)
+            longest[seat] = one.spec.window * table.assigned[seat, rows]
+            token_s[seat], most, known = one.token_s, max(most, one.spec.window), known and one.token_s > 0.0
+        if not most or not self.cost.is_known or self._config.verify is VerifyPolicy.all:
+            return most * self.cost.is_known
+        most = most if known else min(most, _FIRST_ROUNDS)
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
         behind = table.committed[rows] - table.sent.take(rows, axis=1) > table.window
         hurdle = 1.0 + _RETURN_GAIN * float(behind[longest > 0].mean())
@@ -180,9 +176,10 @@ class DraftPolicy:
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
-        curve = self.cost.curve(len(rows), len(rows) * self.table.window)
+        takes_all = self._config.verify is VerifyPolicy.all  # as if the step took the same time with any of them
+        curve = np.ones(1) if takes_all else self.cost.curve(len(rows), len(rows) * self.table.window)
         _kernels.choose_lengths(self._probability(rows), supply, room, curve, seats, lengths)
-        if self._config.verify is VerifyPolicy.all:
+        if takes_all:
             lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
         return seats, lengths
 
@@ -208,11 +205,14 @@ class DraftPolicy:
         self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
-        """Tokens per second of a request with this method alone at its best window, or of plain decoding if higher."""
+        """Tokens per second of a request with this method alone at its best window, or of plain decoding if higher, by
+        the equations of `plan/search.py`: a model that takes turns adds its seconds, another one hides them."""
         mine = [drafter for drafter in self.drafters.values() if drafter.spec.method == method]
         window, token_s = max(one.spec.window for one in mine), max(one.token_s for one in mine)
         verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
-        rates: np.ndarray = window_rates(probability, window, token_s, verify_s).max(axis=1)
+        is_coupled = any(one.takes_turns for one in mine)
+        survival = geometric(probability, window + (not is_coupled))
+        rates: np.ndarray = (coupled_rates if is_coupled else decoupled_rates)(survival, token_s, verify_s).max(axis=1)
         return rates.clip(1.0 / verify_s[0])
 
     def standings(self) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -42,27 +41,6 @@ def chosen(
     seats, lengths = np.zeros(len(room), np.int32), np.zeros(len(room), np.int32)
     rate = _kernels.choose_lengths(p, supply, room.astype(np.int32), curve, seats, lengths)
     return rate, seats.tolist(), lengths.tolist()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_hardly_any_other_choice_commits_more_per_second(seed: int) -> None:
-    """All lengths of a few requests, where positions cost the same or ever more."""
-    rng = np.random.default_rng(seed)
-    rows = int(rng.integers(1, 5))
-    p, supply, room = rng.uniform(0.02, 1.0, rows), rng.integers(0, 5, rows), rng.integers(0, 6, rows)
-    drafts = np.arange(4 * rows + 1)
-    curve = 0.05 + 10 ** rng.uniform(-4, -1) * drafts ** rng.uniform(1.0, 1.5)
-    rate, _, lengths = chosen(p, supply, room, curve)
-
-    def rate_of(choice: Sequence[int]) -> float:
-        tokens = rows + sum(map(gained, p, choice))
-        return float(tokens / curve[sum(choice)])
-
-    most = np.minimum(supply, room).tolist()
-    assert all(0 <= length <= limit for length, limit in zip(lengths, most, strict=True))
-    assert rate == pytest.approx(rate_of(lengths))
-    best = max(map(rate_of, product(*(range(limit + 1) for limit in most))))
-    assert rate >= 0.97 * best
 
 
 def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:

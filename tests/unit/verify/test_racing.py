@@ -232,7 +232,7 @@ def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> Non
         "a little more is no reason"
     )
     assert all(bench.seats(row) == [1] for row in bench.rows[8:])
-    bench.good("eagle", 0.1, bench.rows)
+    bench.good("eagle", 0.01, bench.rows)
     bench.drafters[0].spec.max_batch = 10
     bench.step(4 * REVISE_EVERY)
     assert bench.loads == [10, 6], "no further than there is room"
