@@ -19,7 +19,7 @@ from specactor_ray.core.clock import Clock, Thread
 from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
-from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.handle import Handle, Reader, wake
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids
 from specactor_ray.rollout.stops import StopFinder
@@ -336,7 +336,7 @@ class DispatchThread:
         """Push committed tokens to the handle from now on."""
         if handle.key in self._on_end:
             self._watched[handle.key] = handle
-            self._push(handle)
+            wake(self._push(handle))
 
     def _run(self) -> None:
         try:
@@ -371,8 +371,7 @@ class DispatchThread:
         except ActorLostError as error:  # no verifier is available; a later request may find one
             self._fail_requests(error)
             ended = []
-        for handle in self._watched.values():
-            self._push(handle)
+        wake([reader for handle in self._watched.values() for reader in self._push(handle)])
         for entry in ended:
             self._watched.pop(entry.request_id, None)
             if (on_end := self._on_end.pop(entry.request_id, None)) is not None:
@@ -388,10 +387,10 @@ class DispatchThread:
             else:
                 self._awaited.append((condition, future))
 
-    def _push(self, handle: Handle) -> None:
+    def _push(self, handle: Handle) -> Sequence[Reader]:
+        """Pass on committed tokens, if there are new ones. Returns the readers to wake."""
         entry, at = self.dispatcher.journal.entries.get(handle.key), len(handle.pushed)
-        if entry is not None and entry.num_tokens > at:
-            handle.push(entry.tokens_from(at))
+        return handle.push(entry.tokens_from(at)) if entry is not None and entry.num_tokens > at else ()
 
     def _fail_requests(self, error: BaseException) -> None:
         self.dispatcher.abandon()

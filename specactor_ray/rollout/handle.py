@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,28 @@ class Token(NamedTuple):
     """The `sampling.logprobs` most probable tokens at its position with their log-probabilities."""
 
 
+Reader = tuple[asyncio.AbstractEventLoop | None, Any]
+"""Event that a reader of tokens waits for, and its event loop, if it has one."""
+
+
+def wake(readers: Iterable[Reader]) -> None:
+    """Wake readers, those of an event loop by one call: each call is a system call, and may give up Python's lock."""
+    by_loop = dict[asyncio.AbstractEventLoop | None, list[Any]]()
+    for loop, ready in readers:
+        by_loop.setdefault(loop, []).append(ready)
+    for loop, events in by_loop.items():
+        if loop is None:
+            _set(events)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set, events)
+
+
+def _set(events: Iterable[Any]) -> None:
+    for event in events:
+        event.set()
+
+
 class Handle:
     """One submitted request; for any thread, and with `await` and `batches` for any event loop."""
 
@@ -38,7 +60,7 @@ class Handle:
         self.future.set_running_or_notify_cancel()  # cannot be cancelled by a caller: that would not end the request
         self.pushed: list[Token] = []
         """Committed tokens pushed so far."""
-        self._engine, self._wakers = engine, list[Callable[[], None]]()
+        self._engine, self._readers = engine, list[Reader]()
         self._output: Trajectory | None = None
 
     def result(self, timeout: float | None = None) -> Trajectory:
@@ -62,7 +84,7 @@ class Handle:
     def tokens(self) -> Iterator[Token]:
         """Yield the committed tokens one by one as they arrive. Raises as `result`."""
         ready, at = self._engine.clock.event(), 0
-        with self._woken(ready.set):
+        with self._read_by((None, ready)):
             while True:
                 ready.clear()
                 fresh, ended = self._fresh(at)
@@ -80,13 +102,8 @@ class Handle:
 
     async def batches(self) -> AsyncIterator[list[Token]]:
         """Yield the committed tokens as they arrive; tokens that arrived together are one list."""
-        loop, ready, at = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ready.set)
-
-        with self._woken(wake):
+        ready, at = asyncio.Event(), 0
+        with self._read_by((asyncio.get_running_loop(), ready)):
             while True:
                 ready.clear()
                 fresh, ended = self._fresh(at)
@@ -98,11 +115,10 @@ class Handle:
                 if not fresh:
                     await ready.wait()
 
-    def push(self, tokens: Sequence[tuple[Any, ...]]) -> None:
-        """Append committed tokens, given as the fields of `Token`s."""
+    def push(self, tokens: Sequence[tuple[Any, ...]]) -> list[Reader]:
+        """Append committed tokens, given as the fields of `Token`s. Returns the readers, which the caller wakes."""
         self.pushed.extend(itertools.starmap(Token, tokens))
-        for wake in list(self._wakers):
-            wake()
+        return self._readers.copy()
 
     def end(self, ended: Any) -> None:
         """Mark the request as ended, with the argument of `Engine.trajectory` or with an exception."""
@@ -118,14 +134,14 @@ class Handle:
         return self._output
 
     @contextlib.contextmanager
-    def _woken(self, wake: Callable[[], None]) -> Iterator[None]:
-        self.future.add_done_callback(lambda _future: wake())
-        self._wakers.append(wake)
+    def _read_by(self, reader: Reader) -> Iterator[None]:
+        self.future.add_done_callback(lambda _future: wake([reader]))
+        self._readers.append(reader)
         self._engine.watch(self)
         try:
             yield
         finally:
-            self._wakers.remove(wake)
+            self._readers.remove(reader)
 
     def _fresh(self, at: int) -> tuple[list[Token], bool]:
         """Tokens from number `at` on, and whether they are the last."""

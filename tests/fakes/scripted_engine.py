@@ -17,7 +17,7 @@ from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.handle import Handle, wake
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
@@ -89,7 +89,7 @@ class ScriptedEngine:
         while handle in self.open and at < len(tokens):
             await asyncio.sleep(0)
             if not self.held:
-                handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
+                wake(handle.push([(token, -0.5) for token in tokens[at : at + self.part]]))
                 at = min(at + self.part, len(tokens))
         reason = "abort" if handle not in self.open else "stop" if stop else self.finish_reason
         self.open.pop(handle, None)
