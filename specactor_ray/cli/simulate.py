@@ -45,6 +45,7 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length: a first look.")] = False,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 
@@ -61,15 +62,18 @@ def run(
 
     axis = parse_sweep(sweep) if sweep is not None else None
     first = [f"{axis.key}={axis.values[0]}"] if axis is not None else []
+    if quick:
+        overrides = [*comparison.quick_overrides(config, [*overrides, *first]), *overrides]
     names = comparison.choose_variants(config, [*overrides, *first], parse_names(compare))
     made = make_folder(output, "--output", empty=True) if output is not None else []
     report: dict[str, Any] = {}
     try:
         with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
             total = len(names) * (len(axis.values) if axis is not None else 1)
+            progress.update(0.0, f"{total} runs")
             report = comparison.compare(
                 *(config, overrides, names, axis, processes),
-                lambda done: progress.update(done / total, f"{done:.0f} of {total} runs"),
+                lambda done: progress.update(done / total, f"{int(done)} of {total} runs"),
             )
     except SimulationError as error:
         show_error(str(error))

@@ -18,6 +18,7 @@ from specactor_ray.core.console import START_LOG, say
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_FIRST_LINE_S = 3.0
 
 
 class Heartbeat:
@@ -66,7 +67,7 @@ class PhaseProgress:
     """Shows the progress of a phase; call `update` while the `with` block runs.
 
     Args:
-        console: A bar if it is a terminal, else plain lines, one every `line_interval_s`.
+        console: A bar if it is a terminal, else plain lines, one every `line_interval_s`, the first after 3 s.
         title: Name of the phase.
         total: Final value of `done`.
         poll: Called with this object twice a second, from a separate thread, and once at the end; it calls `update`.
@@ -83,7 +84,8 @@ class PhaseProgress:
     ) -> None:
         self._console, self._title, self._total = console, title, max(total, 1e-9)
         self._interval_s, self._clock = line_interval_s, clock
-        self._begin = self._last_line = clock()
+        self._begin = clock()
+        self._next_line = self._begin + min(line_interval_s, _FIRST_LINE_S)
         self._first: float | None = None
         self._done, self._line = 0.0, ""
         self._bar = Progress(
@@ -100,7 +102,8 @@ class PhaseProgress:
         self._polls = None if poll is None else Heartbeat(lambda _: poll(self), _POLL_S)
 
     def __enter__(self) -> PhaseProgress:
-        self._begin = self._last_line = self._clock()
+        self._begin = self._clock()
+        self._next_line = self._begin + min(self._interval_s, _FIRST_LINE_S)
         self._bar.start()
         if self._polls is not None:
             self._polls.start()
@@ -130,8 +133,8 @@ class PhaseProgress:
         self._done = min(done, self._total)
         self._line = f"{self._title}: {self._done / self._total:.0%}, {figures}"
         self._bar.update(self._task, completed=self._done, figures=figures + self._time_left())
-        if self._bar.disable and self._clock() - self._last_line >= self._interval_s:
-            self._last_line = self._clock()
+        if self._bar.disable and self._clock() >= self._next_line:
+            self._next_line = self._clock() + self._interval_s
             say(self._console, self._line + self._time_left())
 
     def _time_left(self) -> str:

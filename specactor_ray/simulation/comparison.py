@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -20,7 +20,12 @@ from specactor_ray.core.signals import blocked
 from specactor_ray.simulation.cluster import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.scenario import load_scenario, variant_of
+from specactor_ray.simulation.scenario import Arrival, load_scenario, variant_of
+
+_POLL_S = 0.5
+"""Seconds between reports of progress."""
+_shares: Any = None
+"""In a process of the pool: finished share of each job."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,14 @@ def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[s
     return chosen
 
 
+def quick_overrides(path: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """Items for a run in about a quarter of the time: shorter outputs, or fewer requests in a shorter day."""
+    workload = load_scenario(path, overrides).workload
+    keys = ("requests", "day_s") if workload.arrival is Arrival.daily else ("prompt_tokens", "median_tokens", "max_tokens")
+    values = {key: getattr(workload, key) / 4 for key in keys}
+    return [f"workload.{key}={max(value if key == 'day_s' else int(value), 1)}" for key, value in values.items()]
+
+
 def run_jobs(
     jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
 ) -> list[Result]:
@@ -105,7 +118,7 @@ def run_jobs(
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
-        on_progress: Called with the number of finished jobs.
+        on_progress: Called with the number of finished jobs, plus the finished shares of running ones.
 
     Raises:
         UserError, SimulationError: The error of a job.
@@ -115,9 +128,9 @@ def run_jobs(
     if processes > 1:
         return _run_in_processes(jobs, processes, on_progress)
     silence()
-    results = []
+    results = list[Result]()
     for job in jobs:
-        results.append(simulate_variant(job))
+        results.append(simulate_variant(job, lambda share: on_progress(len(results) + share)))
         on_progress(len(results))
     return results
 
@@ -125,13 +138,18 @@ def run_jobs(
 def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
     others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), silence) as pool:
+    context = multiprocessing.get_context("spawn")
+    shares = context.RawArray("d", len(jobs))
+    with ProcessPoolExecutor(processes, context, _start_process, (shares,)) as pool:
         with blocked(signal.SIGINT):  # the processes inherit it: the Ctrl-C of their terminal is handled here
-            futures = [pool.submit(simulate_variant, job) for job in jobs]
+            futures = [pool.submit(_run_in_process, job, number) for number, job in enumerate(jobs)]
         try:
-            for finished, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                on_progress(finished)
+            pending = set(futures)
+            while pending:
+                finished, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                on_progress(sum(shares))
         except BrokenProcessPool:
             problem = "a process died (killed for memory?)"
             raise SpecActorError(f"{problem}; run fewer variants (--compare) or --processes 1") from None
@@ -142,12 +160,25 @@ def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: C
     return [future.result() for future in futures]
 
 
-def simulate_variant(job: VariantJob) -> Result:
-    """Simulate one variant in this process. Raises ConfigError if the scenario or the variant is wrong, and
+def _start_process(shares: Any) -> None:
+    """Keep the common shares of finished work, in a process of the pool."""
+    global _shares
+    _shares = shares
+    silence()
+
+
+def _run_in_process(job: VariantJob, number: int) -> Result:
+    result = simulate_variant(job, lambda share: _shares.__setitem__(number, share))
+    _shares[number] = 1.0
+    return result
+
+
+def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lambda share: None) -> Result:
+    """Simulate one variant in this process; `on_progress` is called with the finished share of it. Raises ConfigError if the scenario or the variant is wrong, and
     SimulationError if the run cannot end, or the package raised an error."""
     rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant))
     try:
-        return rollouts.run()
+        return rollouts.run(on_progress)
     except SimulationError as error:
         raise SimulationError(f"variant {job.variant}: {error}") from error
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,13 @@ from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
-from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_arrivals, num_requests
+from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_arrivals, draw_lengths, num_requests
 from specactor_ray.simulation.world import build_world
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
+_REPORT_S = 0.5
+"""Virtual seconds between reports of progress."""
 _DAY_TICK_S = 0.25
 _FIGURES = (
     *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
@@ -82,16 +85,21 @@ class SimulatedRollouts(VirtualRun):
         target, devices = scenario.config.target, devices_of(scenario.config)
         total, each = (devices.gpus, target.gpus) if target.gpus else (devices.cores, target.cores)
         self.result = Result(variant, scenario.config.mode.value, total, total - target.replicas * each)
+        workload = scenario.workload
+        self._tokens = sum(draw_lengths(workload, workload.requests, f"lengths {scenario.seed} 0"))
         self._done = False
 
-    def run(self) -> Result:
-        """Simulate the rollout. Raises SimulationError if the run cannot end, or the package raised an error."""
+    def run(self, on_progress: Callable[[float], None] = lambda share: None) -> Result:
+        """Simulate the rollout; `on_progress` is called with the share of it that is done. Raises SimulationError if
+        the run cannot end, or the package raised an error."""
         kernel, result = self.kernel, self.result
         kernel.spawn(self._drive, "main", self.driver.process)
-        before = -1
-        while not self._done and not kernel.crashes and before != len(result.ended_s):
-            before = len(result.ended_s)
-            kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self._done or bool(kernel.crashes))
+        ended, changed_s = 0, 0.0
+        while not self._done and not kernel.crashes and kernel.now < changed_s + _STANDSTILL_S:
+            kernel.run(until=kernel.now + _REPORT_S, done=lambda: self._done or bool(kernel.crashes))
+            on_progress(self._share())
+            if ended != len(result.ended_s):
+                ended, changed_s = len(result.ended_s), kernel.now
         for name, crash in kernel.crashes:
             raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
         if not self._done:
@@ -99,6 +107,11 @@ class SimulatedRollouts(VirtualRun):
         result.events, result.digest = kernel.events, kernel.digest
         kernel.close()
         return result
+
+    def _share(self) -> float:
+        """Share of the output tokens that are there; those of requests that begin at the end of a run do not count."""
+        there = self.clients[0].dispatcher.journal.committed_tokens if self.clients else 0
+        return min(there / self._tokens, 1.0)
 
     # ---- the driver ----
 

@@ -101,7 +101,8 @@ class SkillConfig:
     fifth: float = _share(_FIFTH)
     """Probability that the fifth candidate is right where those before it are wrong."""
     forward_ms: float | None = _amount(None)
-    """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
+    """Milliseconds of a draft forward of one row (or of a lookup) in place of the hardware's figure; more rows and
+    context add what they add on the hardware."""
 
 
 @dataclass

@@ -56,13 +56,16 @@ class DraftTime:
     """Additional seconds of a forward if the rows of each request read their common pages once; infinity: each row
     reads all of its pages."""
 
+    more_s: float = 0.0
+    """Seconds beyond the forward's cost."""
+
     def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
         """Duration of a forward with the faster way of attention. `context`: tokens of all chains; `shared`: the same
         with common pages counted once; `prefill`: prompt tokens in the same forward."""
         seconds = self.forward.seconds(rows, rows, context, prefill)
         if shared < context:
             seconds = min(seconds, self.forward.seconds(rows, rows, shared, prefill) + self.merge_s)
-        return seconds
+        return max(seconds + self.more_s, 0.0)
 
 
 _USUAL = DraftTime(LinearTime(0.004))
@@ -124,7 +127,7 @@ def _draft_time(
     index: int, drafter: DrafterConfig, hardware: RooflineHardware | MeasuredHardware, forward_ms: float | None
 ) -> DraftTime:
     is_lookup = traits(drafter.method, f"config.drafters.{index}.method").looks_up
-    if forward_ms is not None:
+    if forward_ms is not None and (is_lookup or drafter.model is None or isinstance(hardware, MeasuredHardware)):
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:
         if isinstance(hardware, MeasuredHardware):
@@ -136,7 +139,8 @@ def _draft_time(
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
         cost = hardware.cost(drafter.model, max(drafter.gpus, 1))
         fusion = cost.fusion_seconds if cost.model.features else None
-        return DraftTime(cost, fusion=fusion, merge_s=cost.model.layers * _MERGE_LAYER_S)
+        more_s = forward_ms / 1e3 - cost.seconds(1, 1, 0) if forward_ms is not None else 0.0
+        return DraftTime(cost, fusion=fusion, merge_s=cost.model.layers * _MERGE_LAYER_S, more_s=more_s)
     except ConfigError as error:
         raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
 

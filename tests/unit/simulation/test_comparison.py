@@ -81,7 +81,9 @@ class TestComparing:
         apart = results_of(scenario, processes=2, on_progress=seen.append)
         assert apart == results
         assert seen == sorted(seen) and seen[-1] == pytest.approx(3.0)
-        (other,) = results_of(scenario, ["seed=4"], ["decoupled"])
+        shares: list[float] = []
+        (other,) = results_of(scenario, ["seed=4"], ["decoupled"], on_progress=shares.append)
+        assert shares == sorted(shares) and shares[-1] == 1.0 and any(0.0 < share < 1.0 for share in shares)
         assert other.digest != results[2].digest
 
     @pytest.mark.usefixtures("forked")
@@ -140,7 +142,7 @@ class TestFigures:
 class TestCommand:
     def test_report_and_plot_are_written_and_named(self, scenario: Path, tmp_path: Path) -> None:
         folder, overrides = tmp_path / "new" / "out", ["seed=5", "part=4", "workload.requests=8"]
-        done = simulate("-c", scenario, "--compare", "plain, decoupled", "--output", folder, *overrides)
+        done = simulate("-c", scenario, "--compare", "plain, decoupled", "--output", folder, "--quick", *overrides)
         assert done.exit_code == 0, done.output
         files = {path.name for path in folder.iterdir()}
         assert files == {"report.json", "running.png"}
@@ -148,7 +150,8 @@ class TestCommand:
         assert (folder / "running.png").read_bytes().startswith(b"\x89PNG")
         assert "of 1/4 of the cluster" in done.stdout and "Two verifiers and a drafter" in done.stdout
         report = json.loads((folder / "report.json").read_text())
-        assert report["overrides"] == overrides and "python" in report["versions"]
+        shorter = ["workload.prompt_tokens=8", "workload.median_tokens=10", "workload.max_tokens=30"]
+        assert report["overrides"] == [*shorter, *overrides] and "python" in report["versions"]
         (point,) = report["points"]
         assert (point["seed"], point["part"]) == (5, 4)
         assert [one["variant"] for one in point["results"]] == ["plain", "decoupled"]
