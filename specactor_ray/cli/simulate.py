@@ -45,7 +45,7 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length: a first look.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length.")] = False,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 

@@ -24,8 +24,8 @@ from specactor_ray.simulation.scenario import Arrival, load_scenario, variant_of
 
 _POLL_S = 0.5
 """Seconds between reports of progress."""
-_shares: Any = None
-"""In a process of the pool: finished share of each job."""
+_shares = list[Any]()
+"""In a process of the pool: the array of finished shares of all jobs."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[s
 def quick_overrides(path: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Items for a run in about a quarter of the time: shorter outputs, or fewer requests in a shorter day."""
     workload = load_scenario(path, overrides).workload
-    keys = ("requests", "day_s") if workload.arrival is Arrival.daily else ("prompt_tokens", "median_tokens", "max_tokens")
+    is_day = workload.arrival is Arrival.daily
+    keys = ["requests", "day_s"] if is_day else ["prompt_tokens", "median_tokens", "max_tokens"]
     values = {key: getattr(workload, key) / 4 for key in keys}
     return [f"workload.{key}={max(value if key == 'day_s' else int(value), 1)}" for key, value in values.items()]
 
@@ -162,20 +163,19 @@ def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: C
 
 def _start_process(shares: Any) -> None:
     """Keep the common shares of finished work, in a process of the pool."""
-    global _shares
-    _shares = shares
+    _shares[:] = [shares]
     silence()
 
 
 def _run_in_process(job: VariantJob, number: int) -> Result:
-    result = simulate_variant(job, lambda share: _shares.__setitem__(number, share))
-    _shares[number] = 1.0
+    result = simulate_variant(job, lambda share: _shares[0].__setitem__(number, share))
+    _shares[0][number] = 1.0
     return result
 
 
 def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lambda share: None) -> Result:
-    """Simulate one variant in this process; `on_progress` is called with the finished share of it. Raises ConfigError if the scenario or the variant is wrong, and
-    SimulationError if the run cannot end, or the package raised an error."""
+    """Simulate one variant in this process; `on_progress` is called with its finished share. Raises ConfigError if the
+    scenario or the variant is wrong, and SimulationError if the run cannot end, or the package raised an error."""
     rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant))
     try:
         return rollouts.run(on_progress)

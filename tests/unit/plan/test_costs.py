@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import CostPoint, GridCost, StepCost, cost_grids
+from specactor_ray.plan.costs import CostPoint, GridCost, StepCost, cost_grids, ends_of, range_number
 
 # ---- grids ----
 
@@ -110,6 +111,36 @@ def test_of_the_unknown_the_best_is_hoped_for() -> None:
     assert cost.is_known
     assert seconds(cost, 17, 1000) == pytest.approx([0.4, 0.4]), "longer steps cost nothing more"
     assert seconds(cost, 8, 4) == pytest.approx([0.2, 0.1]), "shorter ones their share"
+
+
+def test_ranges_follow_each_other() -> None:
+    numbers = [range_number(count) for count in range(1, 4097)]
+    assert numbers == sorted(numbers) and all(
+        first <= count <= last for count, number in enumerate(numbers, 1) for first, last in [ends_of(number)]
+    )
+
+
+TILE = 0.006
+
+
+@pytest.mark.parametrize(("tile_s", "position_s"), [(TILE, 0.0), (TILE, 1e-5), (0.0, TILE / 128)])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("seed", range(3))
+def test_stairs_are_kept_and_noise_is_none(tile_s: float, position_s: float, noise: float, seed: int) -> None:
+    """Steps of 100 to 900 positions: whole tiles of 128, or a line."""
+    rng, cost = random.Random(seed), StepCost()
+
+    def true(count: float) -> float:
+        return 0.03 + tile_s * -(-count // 128) + position_s * count
+
+    for _ in range(3000):
+        count = rng.randint(129, 900)
+        cost.record(count, true(count) * rng.gauss(1.0, noise))
+    for edge in (256, 384, 512, 640, 768):
+        here, beyond = seconds(cost, edge, edge + 1)
+        assert beyond - here > 0.5 * tile_s if tile_s else beyond - here < 0.25 * TILE + position_s
+    errors = [abs(here - true(count)) for count, here in zip(range(150, 890), cost.curve(150, 739), strict=True)]
+    assert statistics.mean(errors) < (0.15 + 10 * noise) * TILE
 
 
 def test_interrupted_steps_hardly_move_it() -> None:
