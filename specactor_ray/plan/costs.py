@@ -8,7 +8,6 @@ SpecActor fits lines over b. Steps bend where a device is saturated, so costs ar
 
 from __future__ import annotations
 
-import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,13 +201,13 @@ class StepCost:
         tokens, seconds = [self._tokens[at] for at in known], np.array([self._seconds[at] for at in known])
         rising, falling = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
         x, y = [0.0, *tokens], [0.0, *((rising + falling) / 2.0).tolist()]
-        lines = np.interp([ends_of(at) for at in known], x, y).tolist()
+        lines = np.interp([_ENDS[at] for at in known], x, y).tolist()
         knots = dict(zip(x, y, strict=True))
         for index, at in enumerate(known, 1):
             (xx, xy, yy), count = self._squares[at], self._count[at]
             if count < _LEAST_STEPS or xx <= 0.0:
                 continue
-            (first, last), (low, high) = ends_of(at), lines[index - 1]
+            (first, last), (low, high) = _ENDS[at], lines[index - 1]
             slope = max(xy / xx, 0.0)
             error = _ERRORS**2 * max(yy - xy * xy / xx, 0.0) / (xx * min(count, 1.0 / _SLOPE_WEIGHT))
             differs = (slope - (high - low) / (last - first)) ** 2
@@ -231,9 +230,11 @@ def range_number(num_tokens: int) -> int:
     return min(4 * octave - 24 + (num_tokens - 1 >> octave - 3), _RANGES - 1)
 
 
-@functools.cache
 def ends_of(number: int) -> tuple[int, int]:
     """First and last position count of a range."""
     octave, part, parts = (*divmod(number, 2), 2) if number < 20 else (number // 4 + 5, number % 4, 4)
     begin = 1 << octave >> 1
     return begin + begin * part // parts + 1, max(begin + begin * (part + 1) // parts, 1)
+
+
+_ENDS = tuple(map(ends_of, range(_RANGES)))
