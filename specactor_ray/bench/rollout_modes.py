@@ -246,9 +246,8 @@ class Bench:
         before = rollout.committed_tokens  # tokens of the warm-up
 
         def read() -> ProgressState:
-            metrics = rollout.metrics()
             tokens = rollout.committed_tokens - before
-            return ProgressState(len(outputs), failures.total(), tokens, metrics.acceptance_length, metrics.supply)
+            return ProgressState(len(outputs), failures.total(), tokens, rollout.metrics().acceptance_length)
 
         n = workload.n or rollout.config.data.n
         with rollout_progress(self._console, title, len(workload.prompts) * n, read):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 from specactor_ray.core.console import START_LOG, say
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _FIRST_LINE_S = 3.0
+_WIDE = 120
+"""Width of a console, in columns, with room for a long bar beside the figures."""
 
 
 class Heartbeat:
@@ -63,6 +67,16 @@ def start_phase(what: str, note: str = "", interval_s: float = 5.0) -> Iterator[
         yield
 
 
+class _FiguresColumn(TextColumn):
+    """The figures of a task; of the columns of a bar the only one that a narrow terminal cuts."""
+
+    def get_table_column(self) -> Column:
+        return Column()
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["figures"], no_wrap=True, overflow="ellipsis")
+
+
 class PhaseProgress:
     """Shows the progress of a phase; call `update` while the `with` block runs.
 
@@ -90,9 +104,9 @@ class PhaseProgress:
         self._done, self._line = 0.0, ""
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if console.width >= _WIDE else 10),
             TaskProgressColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
+            _FiguresColumn(""),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -126,13 +140,14 @@ class PhaseProgress:
         """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
         return 0.0 if self._first is None else (done - self._first) / max(self.seconds, 1e-9)
 
-    def update(self, done: float, figures: str) -> None:
-        """Set the progress to `done` of `total`; `figures` describe its state."""
+    def update(self, done: float, figures: str, total: float | None = None) -> None:
+        """Set the progress to `done` of `total`, which may change; `figures` describe its state."""
+        self._total = total or self._total
         if self._first is None:
             self._first = 0.0 if done < self._total / 100 else done
         self._done = min(done, self._total)
         self._line = f"{self._title}: {self._done / self._total:.0%}, {figures}"
-        self._bar.update(self._task, completed=self._done, figures=figures + self._time_left())
+        self._bar.update(self._task, completed=self._done, total=self._total, figures=figures + self._time_left())
         if self._bar.disable and self._clock() >= self._next_line:
             self._next_line = self._clock() + self._interval_s
             say(self._console, self._line + self._time_left())
@@ -172,7 +187,6 @@ class ProgressState:
     tokens: int = 0
     """Number of output tokens so far."""
     acceptance_length: float = 0.0
-    supply: float = 0.0
 
 
 def rollout_progress(
@@ -191,7 +205,7 @@ def rollout_progress(
         figures = (
             f"{finished}/{total} trajectories, {state.tokens:,} tokens, "
             f"{state.tokens / max(progress.seconds, 1e-9):.1f} tokens/s, "
-            f"acceptance length {state.acceptance_length:.2f}, supply {state.supply:.2f}"
+            f"acceptance length {state.acceptance_length:.2f}"
         )
         progress.update(finished, figures + (f", {state.failed} failed" if state.failed else ""))
 

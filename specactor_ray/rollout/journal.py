@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,8 @@ class JournalEntry:
     unconfirmed: int = 0
     """Number of verifiers that failed before they had confirmed the request."""
     finished: Finished | None = None
-    steps: int = 0
-    """Number of steps, of all attempts, with tokens that are here."""
+    steps: array[int] = field(default_factory=lambda: array("I"), repr=False)
+    """Number of tokens that each step, of all attempts, committed here."""
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Draft method → numbers of draft tokens that these steps verified, and of right ones."""
     discarded: int = 0
@@ -134,7 +135,7 @@ class JournalEntry:
     def stats(self) -> RequestStats:
         """Counters of all steps with tokens that are here, regardless of the attempt."""
         drafted, accepted = map(sum, zip(*self.drafts.values(), strict=True)) if self.drafts else (0, 0)
-        return RequestStats(self.steps, drafted, accepted, self.discarded, dict(self.drafts))
+        return RequestStats(len(self.steps), drafted, accepted, self.discarded, dict(self.drafts))
 
     def count_drafts(self, method: str, drafted: int, accepted: int) -> None:
         """Count the verified draft tokens of a step."""
@@ -225,7 +226,7 @@ class Journal:
                 self.discarded_tokens += length
                 gapped.append(request_id)
                 continue
-            entry.steps += 1
+            entry.steps.append(length)
             if drafts is not None and drafts[row][1]:
                 entry.count_drafts(*drafts[row])
             entry.records += records[size * begin : size * end]

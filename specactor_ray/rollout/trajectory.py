@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -68,11 +68,21 @@ class Trajectory:
     loss_mask: tuple[bool, ...] = ()
     """Whether each output token was sampled by the model, with `environment.name`; the log-probabilities of the others
     are 0. Empty if all were."""
+    steps: Sequence[int] = ()
+    """Number of tokens of each step: right draft tokens, then one of the target, unless the output ended before it."""
 
     @property
     def num_own_tokens(self) -> int:
         """Number of output tokens that the model sampled."""
         return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Whether each output token was a draft token."""
+        mask = [number < length - 1 for length in self.steps for number in range(length)]
+        if sum(mask) < self.stats.accepted:  # a right draft token ended the output
+            mask[-1] = True
+        return mask[: len(self.token_ids)]
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yield version of the weights, begin and end of each range of output tokens that one version sampled."""
@@ -129,6 +139,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         stop_reason=stop,
         top_logprobs=tuple(entry.tops()) if entry.sampling.logprobs else None,
         prompt_logprobs=None if scores is None else tuple(scores[:, 0].tolist()),
+        steps=entry.steps,
         prompt_best=None if scores is None else tuple((int(one), value) for one, value in scores[:, 1:].tolist()),
     )
 

@@ -222,8 +222,7 @@ def _consume(
 
     def read() -> ProgressState:
         metrics, ended = rollout.metrics(), tally.finish_reasons
-        figures = rollout.committed_tokens, metrics.acceptance_length, metrics.supply
-        return ProgressState(ended.total(), ended["error"], *figures)
+        return ProgressState(ended.total(), ended["error"], rollout.committed_tokens, metrics.acceptance_length)
 
     with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,34 +36,32 @@ _COUNTS = ("skipped", "no_gradient")
 PHASES = ("rollout", "update", "sync", "checkpoint")
 
 
-def _figure(section: str, name: str, form: str, factor: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
-    """Function from a step's record to the text of a number in it; `-` where there is none."""
+def step_line(record: Mapping[str, Any], steps: int, width: int) -> str:
+    """A step's most important figures that fit `width` columns; those that say nothing are left out."""
+    line, figures = f"step {record['step']}/{steps}: ", list[str]()
+    for text in _figures(record["train"], record["speed"], record["seconds"]):
+        if len(line) + len(text) + sum(len(one) + 2 for one in figures) <= width:
+            figures.append(text)
+    return line + ", ".join(figures)
 
-    def text(record: Mapping[str, Any]) -> str:
-        value = record[section].get(name)
-        return "-" if value is None else form.format(factor * value)
 
-    return text
-
-
-_FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
-    ("reward", lambda r: _reward(r["train"])),
-    ("pass", _figure("train", "pass_rate", "{:.0f}%", 100)),
-    ("length", _figure("train", "length_mean", "{:.1f}")),
-    ("turns", _figure("train", "turns_mean", "{:.1f}")),
-    ("kl", _figure("train", "kl", "{:.4f}")),
-    ("entropy", _figure("train", "entropy", "{:.3f}")),
-    ("loss", _figure("train", "loss", "{:.4f}")),
-    ("grad", _figure("train", "grad_norm", "{:.3f}")),
-    ("tok/s", _figure("speed", "tokens_per_s", "{:.0f}")),
-    ("acc. length", _figure("speed", "acceptance_length", "{:.2f}")),
-    ("drafters", lambda r: _drafters(r["speed"]["by_method"])),
-    ("rollout", _figure("seconds", "rollout", "{:.1f}s")),
-    ("update", _figure("seconds", "update", "{:.1f}s")),
-    ("sync", _figure("seconds", "sync", "{:.2f}s")),
-    ("share", _figure("speed", "rollout_share", "{:.0f}%", 100)),
-)
-"""Name of a figure in a step's line, and function from the step's record to its text."""
+def _figures(train: Mapping[str, Any], speed: Mapping[str, Any], seconds: Mapping[str, float]) -> Iterator[str]:
+    """Yield the figures of a step, the most important ones first."""
+    reward, sampled = train["reward_mean"], max(train["sampled"], 1)
+    yield "reward -" if reward is None else f"reward {reward:.3f} ±{train['reward_std'] / math.sqrt(sampled):.3f}"
+    if train["pass_rate"]:
+        yield f"pass {train['pass_rate']:.0%}"
+    yield f"length {train['length_mean']:.1f}"
+    yield f"rollout {seconds['rollout']:.1f} of {seconds['step']:.1f} s"
+    yield f"acc. length {speed['acceptance_length']:.2f}"
+    optional = (("kl", "kl", 4), ("entropy", "entropy", 3), ("grad", "grad_norm", 3), ("turns", "turns_mean", 1))
+    for name, key, digits in optional:
+        if train.get(key) is not None:
+            yield f"{name} {train[key]:z.{digits}f}"
+    yield f"{speed['tokens_per_s']:.0f} tokens/s"
+    for method, (drafted, accepted) in speed["by_method"].items():
+        if drafted:
+            yield f"{accepted / drafted:.0%} of {method}'s drafts right"
 
 
 class PresentWork:
@@ -71,9 +70,9 @@ class PresentWork:
     def __init__(self, steps: int, done: int = 0) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
-        self.done = done
-        """Number of steps done."""
-        self._steps, self._begun, self._phase = steps, 0, "starting Ray, verifiers and trainer"
+        self.done, self.steps = done, steps
+        """Number of steps done, and of all steps, which may change."""
+        self._begun, self._phase = 0, "starting Ray, verifiers and trainer"
 
     def begin(self, step: int, phase: str) -> None:
         """Begin a phase of a step."""
@@ -83,8 +82,8 @@ class PresentWork:
         """Show it, such as `step 2/30, rollout 12/32`."""
         done, total = self.rollout_progress()
         count = f" {done}/{total}" if self._phase == "rollout" and total else ""
-        step = f"step {self._begun}/{self._steps}, " if self._begun else ""
-        progress.update(self.done, f"{step}{self._phase}{count}")
+        step = f"step {self._begun}/{self.steps}, " if self._begun else ""
+        progress.update(self.done, f"{step}{self._phase}{count}", self.steps)
 
 
 class StepRecorder:
@@ -95,9 +94,16 @@ class StepRecorder:
     """
 
     def __init__(
-        self, config: Config, run: TrainingRun, rollout: Rollout, work: PresentWork, show: Callable[[str], None]
+        self,
+        config: Config,
+        run: TrainingRun,
+        rollout: Rollout,
+        work: PresentWork,
+        show: Callable[[str], None],
+        width: int = 140,
     ) -> None:
-        self._config, self._run, self._rollout = config, run, rollout
+        """`show` shows a line of at most `width` columns to the user."""
+        self._config, self._run, self._rollout, self._width = config, run, rollout, width
         self._pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
         self._work, self._show = work, show
@@ -120,7 +126,7 @@ class StepRecorder:
 
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
-        self._step = step + 1
+        self._step, self._work.steps = step + 1, self._config.trainer.steps
         if self._began is None:
             self._began, self._counted = time.perf_counter(), self._counters()
 
@@ -152,8 +158,8 @@ class StepRecorder:
         }
         self._counted = self._counters()
         self._write(record)
-        self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
-        self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
+        self._work.done = step
+        self._show(step_line(record, self._config.trainer.steps, self._width))
         self._warn(record, experience.first_skip)
         for tracker in self._trackers:
             try:
@@ -309,17 +315,6 @@ class StepRecorder:
         ):
             if train[name]:
                 logger.warning("step %d: optimizer steps left out: %d (%s)", record["step"], train[name], reason)
-
-
-def _drafters(by_method: Mapping[str, Any]) -> str:
-    """The acceptance rate of each method, such as `ngram 41%`."""
-    used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
-    return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
-
-
-def _reward(train: Mapping[str, Any]) -> str:
-    mean_reward = train["reward_mean"]
-    return "-" if mean_reward is None else f"{mean_reward:.3f} ±{train['reward_std']:.2f}"
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import PresentWork, StepRecorder
 from specactor_ray.trainer.rewards import NEED_ANSWERS, Scorer, made_up, reward_work, try_rewards
-from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, Watch, run_steps
 from specactor_ray.trainer.workers import WorkerPool
 
 _FLOAT32 = 4
@@ -42,9 +42,9 @@ FIXES = (
 )
 
 
-def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> RunOutcome:
-    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `enough`, called after
-    every step, returns whether to end before.
+def train(config: Config, console: Console, watch: Watch = lambda parts: None) -> RunOutcome:
+    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch` is called before
+    the first step and after every step; it may change `parts.config.trainer.steps`.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
@@ -66,7 +66,7 @@ def train(config: Config, console: Console, enough: Callable[[], bool] = lambda:
             memory = plan_memory(config)
             check_memory(config, memory, available_bytes(), FIXES)
             announce(config, run, memory, console)
-            return _train(config, run, stream, console, enough)
+            return _train(config, run, stream, console, watch)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
@@ -78,9 +78,7 @@ def train(config: Config, console: Console, enough: Callable[[], bool] = lambda:
             run.close()
 
 
-def _train(
-    config: Config, run: TrainingRun, stream: TaskStream, console: Console, enough: Callable[[], bool]
-) -> RunOutcome:
+def _train(config: Config, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch) -> RunOutcome:
     """Start all parts and run the steps."""
     with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.learner.algorithms import make_recipe
@@ -95,7 +93,7 @@ def _train(
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
-        record = parts.enter_context(StepRecorder(config, run, rollout, work, show))
+        record = parts.enter_context(StepRecorder(config, run, rollout, work, show, console.width))
         if config.environment.name is None:
             workers = WorkerPool(reward_work(config.reward), config.reward.workers)
         else:
@@ -117,7 +115,7 @@ def _train(
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 teaches=taught_by_trainer(config) is not None,
                 say=show,
-                enough=enough,
+                watch=watch,
             )
         )
 

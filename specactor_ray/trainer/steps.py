@@ -90,8 +90,12 @@ class TrainingParts:
     """Whether the trainer trains a drafter."""
     say: Callable[[str], None]
     """Shows a line to the user."""
-    enough: Callable[[], bool] = lambda: False
-    """Called after every step; returns whether to end before `trainer.steps`."""
+    watch: Watch = lambda parts: None
+    """Called before the first step and after every step, when the verifiers have its weights; may change
+    `config.trainer.steps`."""
+
+
+Watch = Callable[[TrainingParts], None]
 
 
 def run_steps(parts: TrainingParts) -> RunOutcome:
@@ -102,13 +106,13 @@ def run_steps(parts: TrainingParts) -> RunOutcome:
         if saver.state.step:  # the weight version is the number of steps done
             parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
         saver.save()  # the first own checkpoint of a run that begins with another run's
+        parts.watch(parts)
         while saver.state.step < parts.config.trainer.steps:
             experience = _step(parts)
             if parts.record.problem:
                 raise WeightsError(parts.record.problem)
             _refuse_to_learn_nothing(parts, experience)
-            if parts.enough():
-                break
+            parts.watch(parts)
     except KeyboardInterrupt:
         parts.say(f"interrupted after step {saver.state.step}{'' if saver.is_saved else '; saving a checkpoint'}")
         return _end(parts, "interrupted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -47,19 +48,34 @@ def test_a_phase_that_never_began_says_nothing() -> None:
 @pytest.mark.parametrize(("failed", "words"), [(1, ", 1 failed"), (0, "")])
 def test_a_rollout_without_a_terminal(failed: int, words: str) -> None:
     out, seconds = io.StringIO(), [0.0]
-    state = ProgressState(done=2 + failed, failed=failed, tokens=250, acceptance_length=1.5, supply=2.25)
+    state = ProgressState(done=2 + failed, failed=failed, tokens=250, acceptance_length=1.5)
     with rollout_progress(Console(file=out, width=200), "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
         seconds[0] = 2.0
-    figures = "2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25"
+    figures = "2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50"
     assert out.getvalue() == f"rollout [x]: 25%, {figures}{words} in 2 s\n"
 
 
-def test_a_rollout_on_a_terminal() -> None:
+@pytest.mark.parametrize(("width", "words"), [(60, "100% 8/8 traject"), (80, "10 tokens"), (160, "length 0.00")])
+def test_a_rollout_on_a_terminal(width: int, words: str) -> None:
+    """A narrow one cuts the figures alone."""
     out = io.StringIO()
-    console = Console(file=out, width=160, force_terminal=True)
-    with rollout_progress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
+    console = Console(file=out, width=width, force_terminal=True)
+    with rollout_progress(console, "round 1: auto", 8, lambda: ProgressState(done=8, tokens=10)):
         pass
-    assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
+    line = next(line for line in map(plain_text, out.getvalue().splitlines()) if "8/8" in line)
+    assert line.startswith("round 1: auto ") and words in line and line.endswith("0:00:00") and len(line) <= width
+
+
+def plain_text(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).split("\r")[-1].rstrip()
+
+
+def test_a_total_that_changes() -> None:
+    out = io.StringIO()
+    with PhaseProgress(Console(file=out, width=200), "training", 12, clock=lambda: 0.0) as progress:
+        progress.update(1, "step 2/12", 12)
+        progress.update(3, "step 3/3", 3)
+    assert out.getvalue() == "training: 100%, step 3/3 in 0 s\n"
 
 
 def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ import sys
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import Journal, JournalEntry
+from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import Finished, Progress, RequestStats, Verified
 
 VERIFIERS = ("v-1#a", "v-1#b", "v-2#c")
@@ -53,6 +55,18 @@ def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: i
 
 
 class TestProgress:
+    @pytest.mark.parametrize(("drafts", "mask"), [(3, "011010"), (4, "011011")])
+    def test_the_steps_tell_draft_tokens(self, drafts: int, mask: str) -> None:
+        """Of each step all but its last token, unless the output ended with a draft token."""
+        journal = owned()
+        for start, count in ((0, 1), (1, 3), (4, 2)):
+            journal.progress(progress(start, count))
+        end = journal.entries["r"]
+        end.count_drafts("suffix", 9, drafts)
+        output = trajectory_of(end, None)
+        assert list(output.steps) == [1, 3, 2] and output.stats.steps == 3
+        assert output.drafted == [bit == "1" for bit in mask]
+
     def test_drafts_are_summed_over_attempts_by_method(self) -> None:
         """Of the present attempts alone, and not where a step has a gap."""
         journal = Journal()

@@ -15,7 +15,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, totals_of
+from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, step_line, totals_of
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
@@ -33,7 +33,7 @@ RECORDS = [
 
 def test_the_present_work() -> None:
     work, shown = PresentWork(4, done=1), list[tuple[float, str]]()
-    progress: Any = SimpleNamespace(update=lambda done, figures: shown.append((done, figures)))
+    progress: Any = SimpleNamespace(update=lambda done, figures, total: shown.append((done, figures)))
     work.rollout_progress = lambda: (5, 24)
     work.show(progress)
     for phase in ("rollout", "update"):
@@ -44,6 +44,34 @@ def test_the_present_work() -> None:
         (1, "step 2/4, rollout 5/24"),
         (1, "step 2/4, update"),
     ]
+
+
+FIGURES: dict[str, Any] = {
+    "train": {
+        **{"reward_mean": 0.6, "reward_std": 0.2, "sampled": 16, "pass_rate": 0.25, "length_mean": 9.94},
+        **{"kl": 0.00125, "entropy": 1.2, "grad_norm": -0.0, "turns_mean": 2.0, "loss": -0.0},
+    },
+    "speed": {"tokens_per_s": 412.3, "acceptance_length": 1.74, "by_method": {"suffix": [100, 47], "ngram": [0, 0]}},
+    "seconds": {"rollout": 1.24, "step": 8.1},
+    "step": 12,
+}
+
+
+def test_a_step_in_a_line_for_every_width() -> None:
+    lines = {width: step_line(FIGURES, 30, width) for width in range(40, 220)}
+    assert all(len(line) <= max(width, 31) for width, line in lines.items())
+    assert all(len(lines[width]) <= len(lines[width + 20]) for width in range(40, 199))
+    assert lines[80] == "step 12/30: reward 0.600 ±0.050, pass 25%, length 9.9, rollout 1.2 of 8.1 s"
+    assert lines[100] == f"{lines[80]}, acc. length 1.74"
+    ends = ", kl 0.0013, entropy 1.200, grad 0.000, turns 2.0, 412 tokens/s, 47% of suffix's drafts right"
+    assert lines[219] == lines[100] + ends
+
+
+def test_figures_that_say_nothing_are_left_out() -> None:
+    nothing = {"reward_mean": None, "reward_std": None, "pass_rate": 0.0, "kl": None, "turns_mean": None}
+    line = step_line({**FIGURES, "train": {**FIGURES["train"], **nothing}}, 30, 200)
+    assert line.startswith("step 12/30: reward -, length 9.9, rollout") and ", entropy 1.200, grad 0.000, 412" in line
+    assert not [word for word in ("pass", "kl", "turns", "loss", "-0") if word in line]
 
 
 def test_drafted_tokens_are_counted_by_method() -> None:
@@ -72,7 +100,7 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
         record.end(step, Experience(), UPDATE, 0)
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
-    assert said[1].startswith("step 2/100: reward -, pass -, length")
+    assert said[1].startswith("step 2/100: reward -, length")
     assert summary["drafters"] == drafters
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
@@ -185,7 +213,7 @@ def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     totals = recorder.finish("failed", 0).summary["totals"]
     (found,) = map(json.loads, run.metrics_file.read_text().splitlines())
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
-    assert ": reward -, pass -, length 4.0, turns -, kl -, entropy -, loss -, grad -, tok/s" in lines[0]
+    assert ": reward -, length 4.0, rollout 0" in lines[0] and " -," not in lines[0].partition("reward -,")[2]
     assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
     assert "step 1: 6 samples have no reward: 4 x TimeoutError, such as: 5 s, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, Watch, run_steps
 from specactor_ray.transport.messages import WeightSet
 
 
@@ -40,7 +40,7 @@ class World:
         self.finished: list[tuple[str, int, str]] = []
         self.said: list[str] = []
         self.config = Config()
-        self.enough: Callable[[], bool] = lambda: False
+        self.watch: Watch = lambda parts: None
         self.config.checkpoint.every = 2
         self.config.trainer.steps = 6
         for name, value in trainer.items():
@@ -101,7 +101,7 @@ class World:
         saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         world: Any = self
         return run_steps(
-            TrainingParts(self.config, world, world, world, world, saver, True, self.said.append, self.enough)
+            TrainingParts(self.config, world, world, world, world, saver, True, self.said.append, self.watch)
         )
 
     @property
@@ -119,15 +119,22 @@ def names(steps: Iterable[int]) -> list[str]:
     return [f"step-{step:06d}" for step in steps]
 
 
-def test_a_run_ends_after_its_last_step_or_when_it_has_enough(world: World) -> None:
+def test_a_run_ends_after_its_last_step_or_earlier(world: World) -> None:
     world.config.trainer.steps = 5
     outcome = world.run()
     assert (outcome.status, outcome.exit_code, world.finished) == ("complete", 0, [("complete", 0, "")])
     assert world.saved == {"step-000002": "2.0", "step-000004": "4.0", "step-000005": "5.0"}
     assert world.recorded == [1, 2, 3, 4, 5] and world.calls["update_drafter"] == 5
     early = World(world.store.folder / "early")
-    early.enough = lambda: len(early.recorded) == 3
+    watched = list[tuple[int, int]]()
+
+    def watch(parts: TrainingParts) -> None:
+        watched.append((parts.saver.state.step, early.calls["update_weights"]))
+        parts.config.trainer.steps = 3
+
+    early.watch = watch
     assert early.run().status == "complete" and early.recorded == [1, 2, 3] and list(early.saved) == names([2, 3])
+    assert watched == [(0, 0), (1, 1), (2, 2), (3, 3)], "the verifiers have the weights of the step"
 
 
 def test_a_resumed_run_gives_its_weights_to_the_verifiers_first(world: World) -> None:
