@@ -48,8 +48,16 @@ def test_the_present_work() -> None:
 
 FIGURES: dict[str, Any] = {
     "train": {
-        **{"reward_mean": 0.6, "reward_std": 0.2, "sampled": 16, "pass_rate": 0.25, "length_mean": 9.94},
-        **{"kl": 0.00125, "entropy": 1.2, "grad_norm": -0.0, "turns_mean": 2.0, "loss": -0.0},
+        "reward_mean": 0.6,
+        "reward_std": 0.2,
+        "sampled": 16,
+        "pass_rate": 0.25,
+        "length_mean": 9.94,
+        "kl": 0.00125,
+        "entropy": 1.2,
+        "grad_norm": -0.0,
+        "turns_mean": 2.0,
+        "loss": -0.0,
     },
     "speed": {"tokens_per_s": 412.3, "acceptance_length": 1.74, "by_method": {"suffix": [100, 47], "ngram": [0, 0]}},
     "seconds": {"rollout": 1.24, "step": 8.1},
