@@ -3,41 +3,50 @@ machine and in the minutes given."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import count, groupby
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload
 from specactor_ray.bench.variants import Variant
-from specactor_ray.config import load_config
+from specactor_ray.bench.verdict import verdict
+from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.signals import interruption, sigterm_interrupts
+from specactor_ray.core.signals import interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.rollout.prompts import read_jsonl, read_prompts
 from specactor_ray.trainer.rewards import RewardSample
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.rollout.trajectory import Trajectory
+    from specactor_ray.trainer.steps import TrainingParts
 
 REPORT_FILE = "report.json"
 _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
-_SPEED_SHARE = 0.35
+_SPEED_SHARE = 0.45
 """Share of the time for the first half."""
-_PROMPTS, _PROMPTS_PER_ROUND = "conf/prompts/repetition.jsonl", 3
-"""Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay."""
-_LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_STEPS = 2, 5, 2
+_PROMPTS, _GROUPS = "conf/prompts/repetition.jsonl", 8
+"""Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay. A round takes every eighth."""
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=96, seed=7)
+_LEAST_ROUNDS, _LEAST_STEPS = 5, 2
 _END_S = 12.0
 """Seconds reserved for the checkpoint and the end of the cluster."""
 
@@ -54,11 +63,16 @@ class Demo:
     folder: Path
     """Folder of the report and the training run."""
     console: Console
+    trains: bool = True
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
     rounds: list[Round] = field(default_factory=list)
+    example: Mapping[str, Any] | None = None
+    """A prompt, and its output in pieces of text, each with whether it was drafted."""
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
+    held_out: list[list[tuple[str, float]]] = field(default_factory=list)
+    """Outputs for prompts that are not trained on, with their rewards: before the training, and after."""
 
     @property
     def seconds(self) -> float:
@@ -77,8 +91,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     order. Raises SpecActorError for a failure before the first figure; later ones give the status `failed`."""
     try:
         with sigterm_interrupts():
-            _measure_speed(demo, 60.0 * demo.minutes * _SPEED_SHARE)
-            _train(demo)
+            _run(demo)
     except KeyboardInterrupt as error:
         demo.status = "interrupted"
         demo.say(f"{interruption(error)}: what was measured until now follows")
@@ -91,8 +104,10 @@ def run_demo(demo: Demo) -> dict[str, Any]:
         "status": demo.status,
         "model": demo.model,
         "seconds": round(demo.seconds, 1),
+        "load": os.getloadavg()[0],
         "speed": speed_figures(demo.rounds),
-        "training": training_figures(demo.steps),
+        "example": demo.example,
+        "training": training_figures(demo.steps, demo.held_out),
         "versions": versions(),
         "hardware": hardware(),
     }
@@ -102,39 +117,63 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     return report
 
 
-def _measure_speed(demo: Demo, seconds: float) -> None:
-    """Decode rounds of prompts with two runs by turns, in an order that alternates: both see the same minutes."""
+def _run(demo: Demo) -> None:
+    """Both halves, on one Ray cluster."""
     from specactor_ray.cluster.connection import connect
     from specactor_ray.rollout.planning import resolve
-    from specactor_ray.rollout.rollout import Rollout
 
     layout = (f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
     auto, lines = resolve(load_config(None, ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]))
     for line in lines:
         demo.say(line)
-    auto.cluster.num_cpus = 2 * demo.cores  # one of them runs at a time
-    plain = copy.deepcopy(auto)
+    auto.cluster.num_cpus = 2 * demo.cores  # one of the two rollouts runs at a time
+    with connect(auto.cluster):
+        _measure_speed(demo, auto)
+        if demo.trains:
+            _train(demo)
+
+
+def _measure_speed(demo: Demo, auto: Config) -> None:
+    """Decode rounds of prompts with two rollouts by turns, in an order that alternates: both see the same minutes."""
+    plain, until_s = copy.deepcopy(auto), 60.0 * demo.minutes * (_SPEED_SHARE if demo.trains else 1.0)
     plain.mode = ModeName.plain
     demo.say(f"edits of code, tables and texts, T=0, one request at a time, on {demo.cores} cores by turns")
-    bench, prompts = Bench([], demo.console), read_prompts(_PROMPTS)[: _MOST_ROUNDS * _PROMPTS_PER_ROUND]
-    with connect(auto.cluster), ExitStack() as stack:
-        running = [
-            (Variant(name, 1, config), stack.enter_context(Rollout(config)))
-            for name, config in (("plain", plain), ("auto", auto))
-        ]
-        for _, rollout in running:
+    bench, prompts = Bench([], demo.console), read_prompts(_PROMPTS)
+    with _started(plain, auto) as rollouts:
+        for rollout in rollouts:
             rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
-        for number in range(1, _MOST_ROUNDS + 1):
-            if number > _LEAST_ROUNDS and demo.seconds > seconds:
+        turns = [(Variant("plain", 1, plain), rollouts[0]), (Variant("auto", 1, auto), rollouts[1])]
+        begin = demo.seconds
+        for done in count():
+            if done >= _LEAST_ROUNDS and demo.seconds + (demo.seconds - begin) / done > until_s:
                 break
-            some = tuple(prompts[number - 1 :: _MOST_ROUNDS])  # of all kinds, so that rounds are alike
-            workload = Workload(f"round {number}", some, SamplingParams(temperature=0.0, max_tokens=96, seed=7))
-            for variant, rollout in running if number % 2 else reversed(running):
-                bench.measure_running(rollout, variant, workload, 0.0, f"round {number}: {variant.label}")
-            one, other = bench.measured[-2:] if number % 2 else reversed(bench.measured[-2:])
+            name = f"round {done + 1}"
+            workload = Workload(name, tuple(prompts[done % _GROUPS :: _GROUPS]), _GREEDY)
+            for variant, rollout in turns[:: -1 if done % 2 else 1]:
+                bench.measure_running(rollout, variant, workload, 0.0, f"{name}: {variant.label}")
+            one, other = bench.measured[-2:][:: -1 if done % 2 else 1]
             demo.rounds.append((one, other))
-            speeds = f"plain {one['tokens_per_s']:.1f}, auto {other['tokens_per_s']:.1f} tokens/s"
-            demo.say(f"round {number}: {speeds}, {one['seconds'] / other['seconds']:.2f}x")
+            demo.say(f"{name}: plain {one['tokens_per_s']:.1f}, auto {other['tokens_per_s']:.1f} tokens/s")
+        (output,) = rollouts[1].generate(prompts[:1], _GREEDY, n=1)
+        demo.example = {"prompt": output.prompt, "pieces": pieces(output, rollouts[1].engine.tokenizer)}
+
+
+@contextlib.contextmanager
+def _started(*configs: Config) -> Iterator[list[Rollout]]:
+    """Rollouts of these configurations; several cores start them at the same time."""
+    from specactor_ray.rollout.rollout import Rollout
+
+    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool, contextlib.ExitStack() as held:
+        starting = [pool.submit(Rollout, config) for config in configs]
+        for one in starting:
+            held.callback(_close, one)
+        yield [one.result() for one in starting]
+
+
+def _close(starting: Future[Rollout]) -> None:
+    with signals_deferred():
+        if starting.exception() is None:
+            starting.result().close()
 
 
 def _train(demo: Demo) -> None:
@@ -145,68 +184,66 @@ def _train(demo: Demo) -> None:
 
     demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to them")
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
+    places = (f"run.dir={demo.folder}", "run.name=training", f"target.model={demo.model}", f"target.cores={demo.cores}")
     config = load_config(
-        "train_demo",
-        [
-            f"run.dir={demo.folder}",
-            "run.name=training",
-            f"cluster.num_cpus={demo.cores}",
-            f"target.model={demo.model}",
-            f"target.cores={demo.cores}",
-            f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
-        ],
+        "train_demo", [*places, f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}"]
     )
-    step_ends = list[float]()
+    tasks = [row for _, row in read_jsonl(str(config.data.path))][config.data.limit :]
+    begin = 0.0
 
-    def enough() -> bool:
-        step_ends.append(demo.seconds)
-        step_s = step_ends[-1] - step_ends[-2] if len(step_ends) >= _LEAST_STEPS else -math.inf
-        return step_ends[-1] + step_s > 60.0 * demo.minutes - _END_S
+    def watch(parts: TrainingParts) -> None:
+        nonlocal begin
+        done, trainer = parts.saver.state.step, parts.config.trainer
+        if done == 1:
+            step_s = demo.seconds - begin
+            trainer.steps = plan_steps(step_s, 60.0 * demo.minutes - _END_S - demo.seconds, trainer.steps)
+            demo.say(f"step 1 took {step_s:.1f} s: {trainer.steps} steps in the time left")
+        if done in (0, trainer.steps):
+            outputs = parts.rollout.generate([task["prompt"] for task in tasks])
+            answers = (tasks[one.prompt_index]["answer"] for one in outputs)
+            scored = zip(outputs, answers, strict=True)
+            demo.held_out.append([(one.text, similarity(RewardSample("", one.text, answer))) for one, answer in scored])
+        if done == 0:
+            begin = demo.seconds
 
-    outcome = train(config, demo.console, enough=enough)
+    outcome = train(config, demo.console, watch)
     demo.steps += read_metrics(outcome.folder / METRICS_FILE)
-    if outcome.status == "interrupted":
-        demo.status = "interrupted"
-    elif len(demo.steps) < config.trainer.steps:
-        demo.say(f"the time is up after {len(demo.steps)} of {config.trainer.steps} steps (--minutes {demo.minutes:g})")
+    demo.status = outcome.status
+
+
+def plan_steps(step_s: float, left_s: float, most: int) -> int:
+    """Number of training steps, at most `most`, after a first one that took `step_s` seconds."""
+    return max(_LEAST_STEPS, min(1 + math.floor(left_s / step_s), most))
 
 
 def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
-    """Tokens per second of both variants, and the ratio of auto to plain over pairs of rounds with its standard error
-    (None for a single round); None without a round."""
+    """Tokens per second of both variants, and what the pairs of rounds say (`Verdict`); None without a round."""
     if not rounds:
         return None
     plain, auto = zip(*rounds, strict=True)
-    plain_s, auto_s = ([one["seconds"] for one in variant] for variant in (plain, auto))
     requests, tokens = (sum(one[key] for one in plain) for key in ("requests", "tokens"))
-    ratio, error = ratio_with_error(plain_s, auto_s)
+    length = tokens / max(sum(one["metrics"]["row_steps"] for one in auto), 1)
     return {
         "rounds": len(rounds),
-        "plain_tokens_per_s": tokens / sum(plain_s),
-        "auto_tokens_per_s": tokens / sum(auto_s),
-        "ratio": ratio,
-        "error": error if math.isfinite(error) else None,
-        "acceptance_length": tokens / max(sum(one["metrics"]["row_steps"] for one in auto), 1),
+        "plain_tokens_per_s": tokens / sum(one["seconds"] for one in plain),
+        "auto_tokens_per_s": tokens / sum(one["seconds"] for one in auto),
+        **asdict(verdict([(one["tokens_per_s"], other["tokens_per_s"]) for one, other in rounds], length)),
+        "acceptance_length": length,
         "identical": requests - sum(len(one["differences"]) for one in (*plain, *auto)),
         "requests": requests,
     }
 
 
-def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the other's speed to that of `plain` over pairs of turns with the same work, by their seconds, and its
-    standard error, infinite for a single pair."""
-    mean_s = fmean(other)
-    ratio = fmean(plain) / mean_s
-    if len(other) < 2:
-        return ratio, math.inf
-    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
-    return ratio, spread / mean_s / math.sqrt(len(other))
-
-
-def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Mean rewards of the steps with their standard errors, and acceptance lengths; None without a step."""
+def training_figures(
+    records: Sequence[Mapping[str, Any]], held_out: Sequence[Sequence[tuple[str, float]]] = ()
+) -> dict[str, Any] | None:
+    """Rewards of the steps and of prompts that are not trained on, each a mean and its standard error; shares of the
+    time, and drafts. None without a step."""
     if not records:
         return None
+    drafted, accepted = (
+        sum(pair[which] for one in records for pair in one["speed"]["by_method"].values()) for which in (0, 1)
+    )
     return {
         "steps": len(records),
         "samples": records[0]["train"]["sampled"],
@@ -215,8 +252,28 @@ def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
             for one in records
             if one["train"]["reward_mean"] is not None
         ],
+        "held_out": [_mean([reward for _, reward in outputs]) for outputs in held_out],
+        "outputs": held_out,
+        "rollout_share": fmean(one["speed"]["rollout_share"] for one in records),
+        "acceptance_rate": accepted / max(drafted, 1),
         "acceptance_lengths": [one["speed"]["acceptance_length"] for one in records],
     }
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def pieces(output: Trajectory, tokenizer: Any) -> list[tuple[str, bool]]:
+    """The output in pieces of text, each with whether it was drafted."""
+    found, shown, end = list[tuple[str, bool]](), "", 0
+    for drafted, run in groupby(output.drafted):
+        end += len(list(run))
+        text = output.text if end == len(output.token_ids) else tokenizer.decode(output.token_ids[:end])
+        found.append((text[len(shown) :], drafted))
+        shown = text
+    return found
 
 
 def similarity(sample: RewardSample) -> float:

@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.text import Text
 
 from specactor_ray.cli.options import finish, progress_console
 from specactor_ray.core.console import figures_table, make_console, say
@@ -21,8 +23,9 @@ from specactor_ray.core.files import require_folder
 def demo(
     model: Annotated[str, typer.Option(help="Built in, a folder, or a Hugging Face id.")] = "smollm2-135m",
     minutes: Annotated[
-        float, typer.Option(help="About how long it may take; two rounds and two steps at least.")
+        float, typer.Option(help="About how long it may take; five rounds and two steps at least.")
     ] = 3.0,
+    skip_training: Annotated[bool, typer.Option("--skip-training", help="Measure only, for all of the time.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="New folder for the report. Default: runs/demo-...", show_default=False)
     ] = None,
@@ -39,17 +42,17 @@ def demo(
 
     require_named_model("--model", model)
     require_folder(output or Path("runs"), "--output")
-    progress = progress_console("INFO")
+    progress = progress_console("WARNING")
     from specactor_ray.bench.demo import Demo, run_demo
     from specactor_ray.cluster.names import new_run_name
 
     folder = output or Path("runs") / f"demo-{new_run_name()}"
-    report = run_demo(Demo(model, minutes, folder.absolute(), progress))
+    report = run_demo(Demo(model, minutes, folder.absolute(), progress, not skip_training))
     console = make_console()
-    console.print(demo_table(report))
-    say(console, verdict(report["speed"]))
     if report["speed"] is None:
+        say(console, "nothing was measured")
         finish("interrupted")
+    show(console, report)
     say(console, "Edits and tables repeat their prompts, which is where drafts pay; measure your own prompts next:")
     for command in _next_commands(model, folder, trained=report["training"] is not None):
         say(console, f"  {command}")
@@ -70,36 +73,65 @@ def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
     ]
 
 
-def demo_table(report: Mapping[str, Any]) -> Table:
-    """The figures, one per row."""
-    return figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    """Print answers, figures, and the conclusion."""
+    for text in _answers(report, bool(console.color_system)):
+        console.print(text, soft_wrap=True)
+    table = figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
+    table.caption = (
+        "±: standard error of a mean. The acceptance length, tokens per forward, is the most that drafts bring."
+    )
+    if report["training"]:
+        share = f"{report['training']['rollout_share']:.0%} of the step on this CPU"
+        table.caption += f" In training, rollout takes {share}; on GPUs with long outputs most of it."
+    console.print(table)
+    say(console, conclusion(report))
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     speed, training = report["speed"], report["training"]
-    if speed is not None:
-        yield "plain", f"{speed['plain_tokens_per_s']:.1f} tokens/s"
-        yield "auto", f"{speed['auto_tokens_per_s']:.1f} tokens/s"
-        error = "" if speed["error"] is None else f" ± {speed['error']:.2f}"
-        yield f"ratio, {speed['rounds']} paired round(s)", f"{speed['ratio']:.2f}{error}"
-        yield "acceptance length", f"{speed['acceptance_length']:.2f}"
-        yield "identical outputs", f"{speed['identical']} of {speed['requests']}"
-    if training is not None:
-        rewards, lengths = training["rewards"], training["acceptance_lengths"]
-        for number, (mean, error) in ((1, rewards[0]), (training["steps"], rewards[-1])):
-            yield f"GRPO reward, step {number}", f"{mean:.2f} ± {error:.2f} ({training['samples']} samples)"
-        yield "acceptance length, first and last step", f"{lengths[0]:.2f} and {lengths[-1]:.2f}"
+    yield "plain", f"{speed['plain_tokens_per_s']:.1f} tokens/s"
+    yield "auto", f"{speed['auto_tokens_per_s']:.1f} tokens/s"
+    interval = "" if speed["low"] is None else f" (95%: {speed['low']:.2f} to {speed['high']:.2f})"
+    yield "auto / plain", f"{speed['ratio']:.2f}{interval} in {speed['rounds']} rounds"
+    yield "acceptance length", f"{speed['acceptance_length']:.2f}"
+    yield "identical outputs", f"{speed['identical']} of {speed['requests']}"
+    if training is None:
+        return
+    rewards, lengths, held_out = training["rewards"], training["acceptance_lengths"], training["held_out"]
+    if rewards:
+        pair = _from_to(rewards[0], rewards[-1])
+        yield "GRPO reward", f"{pair} in {training['steps']} steps of {training['samples']} samples"
+    if len(held_out) == 2:
+        yield "on other prompts", f"{_from_to(*held_out)}, {len(training['outputs'][0])} samples"
+    yield "drafts right", f"{training['acceptance_rate']:.0%}; acceptance length {lengths[0]:.2f} to {lengths[-1]:.2f}"
 
 
-def verdict(speed: Mapping[str, Any] | None) -> str:
-    """The conclusion from the figures, in words: a difference within two standard errors counts as none."""
-    if speed is None:
-        return "nothing was measured"
+def _from_to(before: tuple[float, float], after: tuple[float, float]) -> str:
+    return " to ".join(f"{mean:.2f} ± {error:.2f}" for mean, error in (before, after))
+
+
+def _answers(report: Mapping[str, Any], colours: bool) -> Iterator[Text]:
+    """Yield an output with its draft tokens marked, and outputs before and after the training."""
+    if example := report["example"]:
+        begin, end, marks = ("", "", "green") if colours else ("[", "]", "in brackets")
+        yield Text.assemble(("Prompt\n", "bold"), example["prompt"])
+        parts = ((f"{begin}{text}{end}", "green") if drafted else text for text, drafted in example["pieces"])
+        yield Text.assemble((f"Answer of auto ({marks}: drafted)\n", "bold"), *parts)
+    outputs = (report["training"] or {}).get("outputs", ())
+    if len(outputs) == 2:
+        yield Text("Answers before and after training, same seeds, prompts that were not trained on", style="bold")
+        for (before, low), (after, high) in islice(zip(*outputs, strict=True), 0, None, 4):
+            yield Text(f"  {before.strip()!r} {low:.2f} -> {after.strip()!r} {high:.2f}")
+
+
+def conclusion(report: Mapping[str, Any]) -> str:
+    """The conclusion from the figures, in words."""
+    speed = report["speed"]
     if speed["identical"] < speed["requests"]:
         return f"{speed['requests'] - speed['identical']} outputs differ from those of plain decoding: report this"
-    ratio, error = speed["ratio"], speed["error"]
-    if error is None:
-        return "one round only: the ratio has no error"
-    if abs(ratio - 1.0) <= 2.0 * error:
-        return f"auto is as fast as plain decoding here, within the error ({ratio:.2f} ± {error:.2f})"
-    return f"auto is {ratio:.2f} times as fast as plain decoding here, token for token the same"
+    same = "token for token the same"
+    if speed["outcome"] != "noisy":
+        return f"{speed['sentence']}, {same}"
+    where = f"{speed['rounds']} rounds, load average {report['load']:.1f}"
+    return f"{speed['sentence']} ({where}): scripts/demo --minutes 6 --skip-training; {same}"

@@ -4,94 +4,137 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from specactor_ray.bench import demo
-from specactor_ray.bench.demo import (
-    Round,
-    ratio_with_error,
-    similarity,
-    speed_figures,
-    training_figures,
-)
-from specactor_ray.cli.demo import demo_table, verdict
+from specactor_ray.bench.demo import Round, pieces, plan_steps, similarity, speed_figures, training_figures
+from specactor_ray.cli.demo import conclusion, show
 from specactor_ray.config import load_config
-from specactor_ray.config.load import find_file
 from specactor_ray.core.errors import SpecActorError
+from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.trainer.rewards import RewardSample
+from specactor_ray.transport.messages import RequestStats
+from tests.fakes.trajectories import trajectory
 
 
 def one_round(requests: int, identical: int, tokens: int, plain_s: float, auto_s: float, row_steps: int) -> Round:
-    common = {"requests": requests, "tokens": tokens, "metrics": {"row_steps": row_steps}}
-    different = [{}] * (requests - identical)
-    return {**common, "seconds": plain_s, "differences": []}, {**common, "seconds": auto_s, "differences": different}
+    common = {"requests": requests, "tokens": tokens, "metrics": {"row_steps": row_steps}, "differences": []}
+    plain = {**common, "seconds": plain_s, "tokens_per_s": tokens / plain_s}
+    auto = {**common, "seconds": auto_s, "tokens_per_s": tokens / auto_s}
+    return plain, {**auto, "differences": [{}] * (requests - identical)}
 
 
-def record(step: int, reward: float) -> dict[str, Any]:
-    train = {"reward_mean": reward, "reward_std": 0.2, "sampled": 16}
-    return {"step": step, "train": train, "speed": {"acceptance_length": 1.0 + step / 10}}
+def record(step: int, reward: float | None) -> dict[str, Any]:
+    train = {"reward_mean": reward, "reward_std": None if reward is None else 0.2, "sampled": 16}
+    speed = {"acceptance_length": 1.0 + step / 10, "by_method": {"suffix": [10, 4]}, "rollout_share": 0.1 * step}
+    return {"step": step, "train": train, "speed": speed}
 
 
 ROUNDS = (one_round(3, 3, 300, 6.0, 3.0, 150), one_round(3, 2, 100, 2.0, 1.0, 50))
+HELD_OUT = [[("x = 1", 0.5), ("y", 0.1)], [("x = 2", 1.0), ("x = 2", 1.0)]]
 
 
-def test_the_ratio_is_that_of_all_turns_and_its_error_grows_with_their_difference() -> None:
-    assert ratio_with_error([2.0, 4.0], [1.0, 2.0]) == (2.0, 0.0)
-    calm = ratio_with_error([2.0, 2.1, 1.9], [1.0, 1.0, 1.0])[1]
-    wild = ratio_with_error([2.0, 3.0, 1.0], [1.0, 1.0, 1.0])[1]
-    assert 0.0 < calm < wild == pytest.approx(1.0 / math.sqrt(3))
-    assert ratio_with_error([3.0], [2.0]) == (1.5, math.inf)
+def report(rounds: Any = ROUNDS, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "seconds": 1.0, "load": 4.0, "speed": speed_figures(rounds), "training": None} | fields
 
 
 def test_figures_of_rounds_and_steps() -> None:
-    speed, training = speed_figures(ROUNDS), training_figures([record(1, 0.25), record(2, 0.5)])
+    speed, training = speed_figures(ROUNDS), training_figures([record(1, 0.25), record(2, 0.5)], HELD_OUT)
     assert speed is not None and training is not None
-    assert (speed["plain_tokens_per_s"], speed["auto_tokens_per_s"], speed["ratio"]) == (50.0, 100.0, 2.0)
+    assert (speed["plain_tokens_per_s"], speed["auto_tokens_per_s"]) == (50.0, 100.0)
+    assert speed["ratio"] == pytest.approx(2.0) and speed["outcome"] == "pays"
     assert (speed["identical"], speed["requests"], speed["acceptance_length"]) == (5, 6, 2.0)
-    assert training["rewards"] == [(0.25, 0.05), (0.5, 0.05)]
+    assert training["rewards"] == [(0.25, 0.05), (0.5, 0.05)] and training["acceptance_rate"] == 0.4
+    assert training["rollout_share"] == pytest.approx(0.15)
+    assert training["held_out"] == [(pytest.approx(0.3), pytest.approx(0.2)), (1.0, 0.0)]
     assert speed_figures([]) is None and training_figures([]) is None
-    console = Console(file=io.StringIO(), width=100)
-    console.print(demo_table({"model": "m", "seconds": 1.0, "speed": speed, "training": training}))
-    for words in ("5 of 6", "2.00 ± 0.00", "0.50 ± 0.05 (16 samples)"):
-        assert words in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_last_screen(width: int, terminal: bool) -> None:
+    example = {"prompt": "Rename it.\n\ndef f():", "pieces": [("def", False), (" g():\n", True), ("pass", False)]}
+    training = training_figures([record(1, 0.25), record(2, 0.5)], HELD_OUT)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system="standard" if terminal else None)
+    show(console, report(example=example, training=training))
+    for words in (
+        "5 of 6",
+        "0.25 ± 0.05 to 0.50 ± 0.05",
+        "0.30 ± 0.20 to 1.00 ± 0.00",
+        "40%; acc",
+        "rollout takes 15% of",
+    ):
+        assert words in " ".join(out.getvalue().split())
+    for words in ("'x = 1' 0.50 -> 'x = 2' 1.00", "\x1b[32m g():" if terminal else "def[ g():"):
+        assert words in out.getvalue()
+    table = out.getvalue().partition("demo: m")[2].partition("1 outputs differ")[0]
+    assert "…" not in table and (terminal or max(map(len, table.splitlines())) <= width)
+
+
+@pytest.mark.parametrize("steps", [[], [record(1, None)]])
+def test_a_screen_without_training_or_rewards(steps: list[dict[str, Any]]) -> None:
+    out = io.StringIO()
+    show(Console(file=out, width=100), report(training=training_figures(steps), example=None))
+    assert "auto / plain" in out.getvalue() and "reward" not in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("rounds", "words"),
     [
         (ROUNDS, "1 outputs differ"),
-        ([one_round(1, 1, 100, 1.0, 2.0, 60), one_round(1, 1, 100, 2.0, 1.1, 60)], "auto is as fast as plain"),
-        ([one_round(1, 1, 100, 2.0, 1.0, 60)] * 2, "auto is 2.00 times as fast"),
-        ([one_round(1, 1, 100, 2.0, 1.0, 60)], "one round only"),
-        ([], "nothing was measured"),
+        ([one_round(1, 1, 100, 1.0, 2.0, 60), one_round(1, 1, 100, 2.0, 1.1, 60)], "too noisy to tell ("),
+        ([one_round(1, 1, 100, 2.0, 1.0, 50)] * 5, "drafts pay (2.00 of plain decoding"),
+        ([one_round(1, 1, 100, 2.0, 1.0, 50)], "too noisy to tell: one round"),
+        ([one_round(1, 1, 100, 4.0, 1.0, 50)] * 5, "too noisy to tell (4.00 of plain"),
     ],
 )
-def test_the_conclusion_claims_nothing_within_the_error(rounds: list[Round], words: str) -> None:
-    assert verdict(speed_figures(rounds)).startswith(words)
+def test_the_conclusion(rounds: list[Round], words: str) -> None:
+    found = conclusion(report(rounds))
+    assert found.startswith(words)
+    assert ("load average 4.0" in found) == ("noisy" in words) == ("--minutes 6" in found)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "left_s", "steps"), [(5.0, 49.0, 10), (5.0, 50.0, 11), (1.0, 500.0, 12), (60.0, 9.0, 2), (5.0, -9.0, 2)]
+)
+def test_steps_fit_into_the_time(step_s: float, left_s: float, steps: int) -> None:
+    assert plan_steps(step_s, left_s, 12) == steps
+    assert steps in (2, 12) or (steps - 1) * step_s <= left_s < steps * step_s
+
+
+def test_pieces_of_an_output() -> None:
+    texts = {10: "def", 11: " g", 12: "():", 13: "é"}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: "".join(texts[one] for one in ids))
+    stats = RequestStats(steps=2, drafted=4, accepted=2)
+    output = trajectory((10, 11, 12, 13), text="def g():é", steps=(1, 3), stats=stats)
+    assert pieces(output, tokenizer) == [("def", False), (" g():", True), ("é", False)]
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), "interrupted"), (SpecActorError("x"), "failed")])
 def test_what_was_measured_before_an_end_is_reported(
     error: BaseException, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(work: demo.Demo, seconds: float) -> None:
+    def run(work: demo.Demo) -> None:
         work.rounds += ROUNDS[:1]
         raise error
 
-    monkeypatch.setattr(demo, "_measure_speed", measure)
-    report = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())))
-    assert report["status"] == status and report["speed"]["identical"] == 3 and report["training"] is None
+    monkeypatch.setattr(demo, "_run", run)
+    found = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())))
+    assert found["status"] == status and found["speed"]["identical"] == 3 and found["training"] is None
     assert json.loads((tmp_path / "out" / demo.REPORT_FILE).read_text())["status"] == status
 
 
 def test_the_answer_of_a_task_is_worth_most() -> None:
-    tasks = [json.loads(line) for line in find_file(str(load_config("train_demo").data.path)).read_text().splitlines()]
-    assert len(tasks) == load_config("train_demo").trainer.prompts_per_step
+    config = load_config("train_demo")
+    tasks = [row for _, row in read_jsonl(str(config.data.path))]
+    assert config.data.limit == config.trainer.prompts_per_step == len(tasks) / 2, "the others are held out"
+    assert len({task["prompt"] for task in tasks}) == len(tasks)
     for task in tasks:
         asked = task["prompt"].splitlines()[1].removesuffix(" ->")
         assert similarity(RewardSample("", f" {task['answer']}\nand more", task["answer"])) == 1.0
