@@ -90,15 +90,18 @@ def rollout(
     overrides: Overrides = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the figures of the drafts, too.")] = False,
 ) -> None:
-    """Roll out the prompts of data.path and write trajectories (JSONL) and a summary (JSON).
+    """Roll out the prompts of data.path and write trajectories (JSONL) and a summary (JSON); with reward.functions they
+    are scored.
 
     Trajectories go to trajectories.jsonl.partial in the run's folder as they end; the file is renamed when all have.
     """
     settings, progress = load_settings(config_file, overrides)
     with signals_deferred():
         from specactor_ray.runs.rollout import run_rollout
+        from specactor_ray.trainer.scoring import row_scorer
 
-    outcome = run_rollout(settings, progress)
+    with row_scorer(settings) as scorer:
+        outcome = run_rollout(settings, progress, scorer)
     console = make_console()
     console.print(rollout_table(outcome.summary, verbose))
     if verbose and (ladder := ladder_table(outcome.summary["actors"])) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -41,10 +41,21 @@ def rollout_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ]
-    figures += drafting if verbose else []
+    figures += [*_reward_rows(summary.get("rewards"))] + (drafting if verbose else [])
     if summary["fallbacks"]:
         figures.append(("fallbacks", "; ".join(summary["fallbacks"])))
     return figures_table(f"rollout {summary['run']} ({summary['status']})", figures)
+
+
+def _reward_rows(rewards: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if rewards is None:
+        return
+    failed = sum(rewards["failures"].values())
+    mean = "-" if rewards["mean"] is None else f"mean {rewards['mean']:.3f}"
+    yield "reward", f"{mean} of {rewards['scored']} outputs" + f"; scoring failed for {failed}" * bool(failed)
+    passes = {name: value for name, value in rewards.items() if name.startswith("pass@")}
+    if passes:
+        yield ", ".join(passes), ", ".join(f"{value:.1%}" for value in passes.values())
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:

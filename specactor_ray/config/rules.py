@@ -94,9 +94,10 @@ def validate_training(config: Config) -> None:
     _raise_first(_of_training(config))
 
 
-def unused_by_rollouts(config: Config) -> list[str]:
-    """At most one warning: the sections with values of their own that only training uses."""
-    sections = ((name, getattr(config, name)) for name in _TRAINING_SECTIONS)
+def unused_by_rollouts(config: Config, scores: bool = False) -> list[str]:
+    """At most one warning: the sections with values of their own that only training uses; a rollout that `scores` its
+    outputs uses `reward`, too."""
+    sections = ((name, getattr(config, name)) for name in _TRAINING_SECTIONS if not (scores and name == "reward"))
     names = [name for name, section in sections if section != type(section)()]
     return [f"without effect on a rollout: {', '.join(names)} (only training uses them)"] if names else []
 

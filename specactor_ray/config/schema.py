@@ -298,7 +298,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Training: key or column of the prompt."""
     answer_key: str = "answer"
-    """Training: key or column of the reference answer; reward functions receive the others as metadata."""
+    """Key or column of the reference answer; reward functions receive the others as metadata."""
     split: str = "train"
     """Split of `hf:` datasets."""
     options: dict[str, Any] = field(default_factory=dict)

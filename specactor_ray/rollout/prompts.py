@@ -6,7 +6,7 @@ import itertools
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,8 @@ from specactor_ray.rollout.rendering import render, texts_of
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
 `{"type": "text", "text": ...}` parts, which are joined by newlines."""
+Row = Mapping[str, Any]
+"""A prompt under `prompt`, `messages` or `prompt_token_ids`, with other columns, such as `answer` and `id`."""
 Encoded = tuple[tuple[int, ...], str]
 """Token ids of a prompt and an empty text; or no ids, and the reason."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -41,19 +43,37 @@ _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
+    """The prompts of `read_rows`, without other columns."""
+    return [split_row(row)[0] for row in read_rows(path, limit)]
+
+
+def split_row(row: Prompt | Row, where: str = "the row") -> tuple[Prompt, dict[str, Any]]:
+    """Prompt and other columns of a row; a bare prompt has none. InputError: the row has no prompt; `where` begins the
+    message."""
+    if not isinstance(row, Mapping):
+        return row, {}
+    return _prompt_of(row, where), {key: value for key, value in row.items() if key not in _KINDS}
+
+
+def read_rows(path: str | Path, limit: int | None = None) -> list[Prompt | Row]:
+    """Rows of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
     (one per line), without blank lines. An InputError has the number of a malformed line."""
     if str(path).startswith(("hf:", "reasoning_gym:")):
         raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
     path = Path(path)
     if path.suffix in (".jsonl", ".json"):
-        found: Iterator[Prompt] = (_prompt_of(row, f"{path}, line {number}") for number, row in read_jsonl(path))
+        found: Iterator[Prompt | Row] = (_checked_row(row, f"{path}, line {at}") for at, row in read_jsonl(path))
     else:
         found = iter(read_text(path))
-    prompts = list(itertools.islice(found, limit))
-    if not prompts:
+    rows = list(itertools.islice(found, limit))
+    if not rows:
         raise InputError(f"{path}: no prompts in it; write one JSON object with {_KINDS_IN_WORDS} per line")
-    return prompts
+    return rows
+
+
+def _checked_row(row: Any, where: str) -> Row:
+    _prompt_of(row, where)
+    return row  # type: ignore[no-any-return]
 
 
 def read_text(path: str | Path) -> list[str]:
@@ -91,7 +111,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 
 
 def _prompt_of(row: Any, where: str) -> Prompt:
-    given = [kind for kind in _KINDS if isinstance(row, dict) and kind in row]
+    given = [kind for kind in _KINDS if isinstance(row, Mapping) and kind in row]
     if len(given) > 1:
         both = " and ".join(f'"{kind}"' for kind in given)
         raise InputError(f"{where}: the line has {both}, and a prompt is one of them; remove the others")

@@ -28,7 +28,7 @@ from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.preflight import context_tokens, load_target_config, prepare
-from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, text_options
+from specactor_ray.rollout.prompts import Encoded, Prompt, Row, encode_prompts, split_row, text_options
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
@@ -111,7 +111,7 @@ class Rollout(RunClient):
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Row],
         sampling: Sampling | None = None,
         n: int | None = None,
         skip: Collection[tuple[int, int]] = (),
@@ -121,7 +121,8 @@ class Rollout(RunClient):
         `finish_reason` `error` and its reason; the others continue.
 
         Args:
-            prompts: Texts, chat messages or lists of token ids.
+            prompts: Texts, chat messages, lists of token ids, or rows with one of them and columns of your own, which
+                trajectories carry on.
             sampling: For all prompts or one for each, default: the configuration's. Each sample's seed is derived from
                 its seed.
             n: Samples per prompt. Default: `data.n`.
@@ -138,6 +139,8 @@ class Rollout(RunClient):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")
         if not prompts:
             raise InputError("there are no prompts to roll out")
+        for number, row in enumerate(prompts, start=1):
+            split_row(row, f"prompt {number}")
         if n < 1:
             raise InputError(f"n is {n}; it must be 1 or more")
         return self._stream(list(prompts), self._samplings(sampling, len(prompts)), n, frozenset(skip), encoded)
@@ -157,7 +160,7 @@ class Rollout(RunClient):
 
     def _stream(
         self,
-        prompts: list[Prompt],
+        rows: list[Prompt | Row],
         sampling: list[SamplingParams],
         n: int,
         skip: frozenset[tuple[int, int]],
@@ -166,21 +169,22 @@ class Rollout(RunClient):
         with self.engine.opening_stream() as number:
             if encoded is None:
                 options = {**self.engine.text_options, "most": self.engine.context}
+                prompts = [split_row(row)[0] for row in rows]
                 encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat, **options)
             entries = []
             for entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
                 if reason:
                     entry.weight_version = self.weight_version
-                    yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]], reason)
+                    yield trajectory_of(entry, self._tokenizer, rows[entry.place[0]], reason)
                 else:
                     entries.append(entry)
             self.progress = (0, len(entries))
             for done, entry in enumerate(self.engine.run(entries, number), start=1):
                 self.progress = (done, len(entries))
-                yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]])
+                yield trajectory_of(entry, self._tokenizer, rows[entry.place[0]])
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
+        self, prompts: Sequence[Prompt | Row], sampling: Sampling | None = None, n: int | None = None
     ) -> list[Trajectory]:
         """All trajectories at once, ordered by prompt and sample."""
         done = list(self.stream(prompts, sampling, n))

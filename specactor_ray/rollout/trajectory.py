@@ -9,6 +9,7 @@ from typing import Any
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.prompts import split_row
 from specactor_ray.transport.messages import RequestStats
 from specactor_ray.verify.metrics import StepMetrics
 
@@ -51,6 +52,8 @@ class Trajectory:
     """Perturbed top-2 margin of each token, if `target.record_margins` is on."""
     prompt: Any = None
     """The prompt as given: text, chat messages or token ids."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns of the prompt's row, such as `answer` and `id`."""
     weight_version: int = 0
     """Version of the target's weights that sampled it; the newest if there were several."""
     versions: tuple[tuple[int, int], ...] = ()
@@ -98,6 +101,8 @@ class Trajectory:
         row["logprobs"] = [round(value, 6) for value in self.logprobs]
         row["seed"], row["stats"] = self.sampling.seed, asdict(self.stats)
         row |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) not in (None, "", ())}
+        if self.columns:
+            row["columns"] = dict(self.columns)
         if self.margins is not None:
             row["margins"] = [round(value, 6) for value in self.margins]
         if self.top_logprobs is not None:
@@ -109,9 +114,10 @@ class Trajectory:
         return row
 
 
-def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error: str = "") -> Trajectory:
-    """Output of a request that has ended, with text if there is a tokenizer; `prompt`: as given, `error`: reason why it
-    was never begun."""
+def trajectory_of(entry: JournalEntry, tokenizer: Any, row: Any = None, error: str = "") -> Trajectory:
+    """Output of a request that has ended, with text if there is a tokenizer; `row`: the prompt as given, with its
+    columns, `error`: reason why it was never begun."""
+    prompt, columns = split_row(row)
     finished, token_ids = entry.finished, entry.token_ids
     scores = entry.prompt_scores
     text = decoded(tokenizer, token_ids) if tokenizer else ""
@@ -134,6 +140,7 @@ def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error
         error=finished.error if finished else error,
         margins=None if entry.margins is None else tuple(entry.margins),
         prompt=prompt,
+        columns=columns,
         weight_version=entry.weight_version,
         versions=tuple(entry.versions),
         stop_reason=stop,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,16 @@ from specactor_ray.core.signals import ignore_signals, interruption, signals_def
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.preflight import identity_of, max_prompt_tokens, refuse_early, start_notes
-from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts, text_options
+from specactor_ray.rollout.prompts import (
+    Encoded,
+    Prompt,
+    Row,
+    encode_prompts,
+    is_token_ids,
+    read_rows,
+    split_row,
+    text_options,
+)
 from specactor_ray.runs.folder import (
     SUMMARY_FILE,
     RunOutcome,
@@ -37,6 +47,7 @@ from specactor_ray.runs.folder import (
     results_in,
     save_run_config,
 )
+from specactor_ray.runs.scores import RowScorer, Scores
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
@@ -50,6 +61,8 @@ class Tally:
 
     total: int
     """Number of trajectories of the run."""
+    scores: Scores | None = None
+    """Their rewards, if they are scored."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     """Reason of failure → number of times."""
@@ -61,6 +74,8 @@ class Tally:
         self.tokens += len(row["token_ids"])
         if row["finish_reason"] == "error":
             self.failures[row.get("error", "")] += 1
+        if self.scores is not None:
+            self.scores.add(row)
 
     def figures(self) -> dict[str, Any]:
         """The counts as plain data for the summary."""
@@ -75,8 +90,9 @@ class Tally:
         }
 
 
-def run_rollout(config: Config, console: Console) -> RunOutcome:
-    """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
+def run_rollout(config: Config, console: Console, scorer: RowScorer | None = None) -> RunOutcome:
+    """Roll out the prompts of `data.path` and write trajectories, with a reward each if there is a `scorer`, summary
+    and configuration.
 
     All checks that need no cluster are made before one is used. An interruption (Ctrl-C, SIGTERM) ends in order: actors
     stop, finished trajectories are kept. Sets `run.name` if it has no value; `console` shows the progress.
@@ -88,24 +104,27 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
-    prompts, unused = read_prompts(config.data.path, config.data.limit), unused_by_rollouts(config)
+    rows, unused = read_rows(config.data.path, config.data.limit), unused_by_rollouts(config, scorer is not None)
+    prompts = [split_row(row)[0] for row in rows]
     _tokenizer_for(config, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:
         found = lease_interrupted(config) if config.resume == "auto" else None
         if found is not None:
             held.callback(found[1].release)
         config, lines = refuse_early(config)
+        if scorer is not None:
+            scorer.check(rows)
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
             writer = TrajectoryWriter(folder)
-            there = read_finished(writer, prompts, config) if found else []
+            there = read_finished(writer, rows, config) if found else []
             save_run_config(config, folder)
             with start_phase(f"run {config.run.name}: checking model and prompts"):
                 encoded = _encode(config, prompts)
             for line in (*unused, *lines, *_cut_outputs(config, encoded)):
                 say(console, line)
-            return _run(config, prompts, encoded, folder, writer, there, console)
+            return _run(config, rows, encoded, folder, writer, there, console, scorer)
         except BaseException as error:
             if found is None and not (folder / SUMMARY_FILE).exists():
                 lease.release()
@@ -149,12 +168,13 @@ def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
 
 def _run(
     config: Config,
-    prompts: list[Prompt],
+    rows: list[Prompt | Row],
     encoded: list[Encoded],
     folder: Path,
     writer: TrajectoryWriter,
     there: list[dict[str, Any]],
     console: Console,
+    scorer: RowScorer | None,
 ) -> RunOutcome:
     """Roll out the missing trajectories; `there` are those of an interrupted run."""
     with start_phase("loading torch and Ray"), signals_deferred():
@@ -162,7 +182,7 @@ def _run(
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
-    tally = Tally(len(prompts) * config.data.n)
+    tally = Tally(len(rows) * config.data.n, None if scorer is None else Scores(config.reward.pass_threshold))
     if there:
         say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
     for note in start_notes(config):
@@ -176,7 +196,7 @@ def _run(
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")
         status, error, done = "failed", "", False
         try:
-            _consume(rollout, prompts, encoded, writer, tally, console, there)
+            _consume(rollout, rows, encoded, writer, tally, console, there, scorer)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
             with results_in(folder):
                 writer.flush()
@@ -211,25 +231,44 @@ def _run(
 
 def _consume(
     rollout: Rollout,
-    prompts: list[Prompt],
+    rows: list[Prompt | Row],
     encoded: list[Encoded],
     writer: TrajectoryWriter,
     tally: Tally,
     console: Console,
     there: Sequence[Mapping[str, Any]],
+    scorer: RowScorer | None,
 ) -> None:
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
+    unscored = deque[tuple[dict[str, Any], Future[tuple[float | None, str]]]]()
 
     def read() -> ProgressState:
         metrics, ended = rollout.metrics(), tally.finish_reasons
         return ProgressState(ended.total(), ended["error"], rollout.committed_tokens, metrics.acceptance_length)
 
+    def keep(row: dict[str, Any]) -> None:
+        with results_in(writer.partial.parent):
+            writer.write(row)
+        tally.add(row)
+
+    def keep_scored() -> None:
+        row, future = unscored.popleft()
+        reward, problem = future.result()
+        if problem:
+            row["reward_error"], reward = problem, rollout.config.reward.failure_value
+        keep(row | {"reward": reward})
+
     with rollout_progress(console, "rollout", tally.total, read):
-        for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
+        for trajectory in rollout.stream(rows, skip=skip, encoded=encoded):
             row = trajectory.to_json()
-            with results_in(writer.partial.parent):
-                writer.write(row)
-            tally.add(row)
+            if scorer is None or trajectory.finish_reason == "error":
+                keep(row)
+            else:
+                unscored.append((row, scorer.submit(row)))
+            while unscored and unscored[0][1].done():
+                keep_scored()
+        while unscored:
+            keep_scored()
 
 
 def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
@@ -242,6 +281,7 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "discarded_tokens": rollout.discarded_tokens,
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
         "trajectories": tally.figures(),
+        **({} if tally.scores is None else {"rewards": tally.scores.figures()}),
         "reissued_requests": rollout.reissued_requests,
         "metrics": metrics.to_dict(),
         "drafts": drafts_in_words(rollout.config, metrics),

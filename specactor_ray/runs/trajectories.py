@@ -18,7 +18,7 @@ from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import append_json, flush_entry, open_regular, parse_json
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.prompts import Prompt
+from specactor_ray.rollout.prompts import Prompt, Row, split_row
 from specactor_ray.runs.folder import (
     CONFIG_FILE,
     PARTIAL_FILE,
@@ -113,14 +113,15 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
     return found
 
 
-def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:
-    """The trajectories that an interrupted run left, in the form of `Trajectory.to_json`.
+def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], config: Config) -> list[dict[str, Any]]:
+    """The trajectories of rows of prompts that an interrupted run left, in the form of `Trajectory.to_json`.
 
     Raises:
         InputError: A trajectory is malformed or duplicate, or of other prompts, another seed or a larger group; the
             message has its line.
     """
     rows: dict[tuple[int, int], dict[str, Any]] = {}
+    prompts = [split_row(row) for row in given]
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
         where = f"{writer.partial}, line {number}"
         try:
@@ -134,7 +135,7 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
         if not known or (index, sample) in rows:
             raise InputError(f"{where}: this is no trajectory, or one that is there twice. {_REMOVE}")
         fits = 0 <= index < len(prompts) and 0 <= sample < config.data.n
-        if not fits or row["prompt"] != prompts[index] or row["seed"] != seed:
+        if not fits or (row["prompt"], row.get("columns", {})) != prompts[index] or row["seed"] != seed:
             raise InputError(
                 f"{where}: this trajectory is not one of the {len(prompts)} prompts x {config.data.n} samples that "
                 "were asked for. Fix: use the data.path, data.limit and data.n that the run was started with, or begin "

@@ -107,7 +107,7 @@ class TableSource:
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
         rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
-        answer = _answer(row.get(config.answer_key), where, config.answer_key, self._float)
+        answer = answer_text(row.get(config.answer_key), where, config.answer_key, self._float)
         return Task(index, with_system_prompt(prompt, config), answer, rest, where)
 
     def _place(self, index: int) -> str:
@@ -124,7 +124,7 @@ def is_blank(text: str) -> bool:
     return not any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK_LETTERS for one in text)
 
 
-def _answer(value: Any, where: str, key: str, number: type[np.floating]) -> str | None:
+def answer_text(value: Any, where: str, key: str, number: type[np.floating]) -> str | None:
     """A reference answer as text: a text, or a number in the fewest digits that identify it among the floats of this
     type, without exponent, such as `1` for 1.0. Raises InputError for other types, infinity and NaN."""
     if value is None or isinstance(value, str):

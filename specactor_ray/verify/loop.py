@@ -47,6 +47,8 @@ class VerifyLoop(Loop):
         self._asleep = False
         self._unproved: Callable[[], None] | None = None
         """Check of weights that came while the engine slept, without memory for a forward."""
+        self._lookups_s = 0.0
+        """Seconds of lookups and messages in the step, which `Seconds.own` includes."""
         self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
         """The latest list of drafters in other processes."""
@@ -174,7 +176,7 @@ class VerifyLoop(Loop):
             self._drafting.flush(models_turn=False)
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
-        self._requests.plain.record(result, len(rows), accepted, seconds)
+        self._requests.plain.record(result, len(rows), accepted, seconds, self._lookups_s)
         positions, prefill = result.num_tokens, result.num_prefill_tokens
         self._drafting.policy.record(len(rows), positions, prefill, accepted, seconds)
         return True
@@ -183,7 +185,7 @@ class VerifyLoop(Loop):
 
     def _await_drafts(self, rows: np.ndarray) -> float:
         """Process tails, and let models of this thread draft as far as that pays. Returns the seconds of both."""
-        drafting = self._drafting
+        drafting, begin, self._lookups_s = self._drafting, self._clock.now(), 0.0
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
         for drafter in self._hosted:
@@ -191,9 +193,10 @@ class VerifyLoop(Loop):
                 drafter.loop.run_guarded()
         drafting.take_messages()
         drafting.revise(rows)
+        self._lookups_s = self._clock.now() - begin
         if not len(rows) or self._suspension.is_on:
             return 0.0
-        begin = self._clock.now()
+        begin += self._lookups_s
         self._await_tails(rows, begin)
         if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()

@@ -104,13 +104,13 @@ class PlainEstimate:
         """Range of positions → number of plain steps, and their positions."""
         self._own_s = 0.0
 
-    def record(self, result: StepResult, rows: int, accepted: int, seconds: Seconds) -> None:
-        """Record a step."""
+    def record(self, result: StepResult, rows: int, accepted: int, seconds: Seconds, lookups_s: float = 0.0) -> None:
+        """Record a step. `lookups_s`: the part of `seconds.own` that plain decoding has not."""
         _add(self._measured, result.num_tokens, 1.0, seconds.engine)
         more = accepted / rows if rows else 0.0
         _add(self._plain, rows + result.num_prefill_tokens, 1.0)
         _add(self._plain, rows, more)
-        self._own_s += seconds.own * (1.0 + more)
+        self._own_s += max(seconds.own - lookups_s, 0.0) * (1.0 + more)
 
     @property
     def seconds(self) -> float:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, SpecActorError, UserError
+from specactor_ray.core.errors import ClusterError, ConfigError, InputError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.prompts import split_row
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.rollout import drafts_in_words, run_rollout
+from specactor_ray.runs.scores import Scores, pass_at_k
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.trainer.scoring import row_scorer
 from specactor_ray.transport.messages import RequestStats
 from tests.tiny import tiny_draft, tiny_target
 
@@ -93,7 +100,7 @@ class FakeRollout:
                 item()
                 continue
             self.committed_tokens += len(item.token_ids)
-            yield item
+            yield replace(item, columns=split_row(prompts[item.prompt_index])[1])
 
 
 def trajectory(index: int, error: str = "") -> Trajectory:
@@ -123,9 +130,12 @@ class TestRun:
         Path("prompts.txt").write_text("".join(f"{line}\n" for line in lines))
         sections = {"target": {"model": str(tiny_target())}}
         sections |= {section: more.pop(section) for section in ("sampling", "target") if section in more}
+        reward = more.pop("reward", {})
         data = {"path": "prompts.txt", **more}
-        config = from_mapping({"mode": "plain", "run": {"name": name}, "resume": resume, "data": data, **sections})
-        return run_rollout(config, Console(file=shown or io.StringIO(), width=400))
+        run = {"mode": "plain", "run": {"name": name}, "resume": resume, "data": data, "reward": reward}
+        config = from_mapping({**run, **sections})
+        with row_scorer(config) as scorer:
+            return run_rollout(config, Console(file=shown or io.StringIO(), width=400), scorer)
 
     def test_files_of_a_complete_run(self) -> None:
         outcome = self.run(trajectory(2), trajectory(0), trajectory(1, error="longer than the context"))
@@ -149,6 +159,38 @@ class TestRun:
         files = {path.name for path in Path("runs/r").iterdir()}
         assert files == {"config.yaml", "summary.json", "trajectories.jsonl"}
         assert json.loads(Path("runs/r/summary.json").read_text()) == summary
+
+    def test_columns_of_prompts_are_in_the_trajectories_of_a_continued_run_too(self) -> None:
+        rows = [{"prompt": text, "id": text * 2, "answer": number} for number, text in enumerate("abc")]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        Path("rows.jsonl").write_text(text)
+        self.run(trajectory(2), KeyboardInterrupt(), path="rows.jsonl")
+        Path("rows.jsonl").write_text(text.replace("cc", "other"))
+        with pytest.raises(InputError, match=r"not one of the 3 prompts x 1 samples"):
+            self.run(trajectory(0), path="rows.jsonl", resume="auto")
+        Path("rows.jsonl").write_text(text)
+        outcome = self.run(trajectory(1), trajectory(0), path="rows.jsonl", resume="auto")
+        found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
+        assert [row["prompt_index"] for row in found] == [2, 1, 0]
+        assert [row["columns"] for row in found] == [{"id": one * 2, "answer": "abc".index(one)} for one in "cba"]
+        assert "rewards" not in outcome.summary
+
+    def test_rewards_of_outputs_and_pass_at_k(self) -> None:
+        rows = [{"prompt": text, "answer": answer} for text, answer in zip("abc", ("text", "no", 7), strict=True)]
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        reward = {"functions": [{"name": "exact_match", "weight": 2.0}], "pass_threshold": 2.0, "workers": 1}
+        script = trajectory(0), trajectory(1, error="too long"), trajectory(2)
+        outcome = self.run(*script, path="rows.jsonl", reward=reward)
+        found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
+        rewards = {row["prompt_index"]: row.get("reward") for row in found}
+        assert rewards == {0: 2.0, 1: None, 2: 0.0}
+        assert outcome.summary["rewards"] == {"scored": 2, "failures": {}, "mean": 1.0, "pass@1": 0.5}
+        Path("rows.jsonl").write_text('{"prompt": "a"}\n')
+        with pytest.raises(InputError, match=r"prompt 1 has no 'answer' .* reward exact_match compares with it"):
+            self.run(trajectory(0), path="rows.jsonl", reward=reward, name="s")
+        with pytest.raises(ConfigError, match=r"reward\.functions: 'exact' is not known"):
+            self.run(trajectory(0), path="rows.jsonl", reward={"functions": [{"name": "exact"}]}, name="s")
+        assert not Path("runs/s").exists()
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
@@ -307,6 +349,23 @@ class TestRun:
         assert len(Path("runs/r/trajectories.jsonl").read_text().splitlines()) == 3
         with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 6))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples(passed: list[bool], k: int) -> None:
+    k = min(k, len(passed))
+    chosen = [any(some) for some in itertools.combinations(passed, k)]
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_samples_without_a_reward_count_in_no_group() -> None:
+    scores = Scores(1.0)
+    for index, reward in ((0, 1.0), (0, 0.0), (0, 0.0), (1, 1.0), (2, None)):
+        scores.add({"prompt_index": index, "reward": reward, **({"reward_error": "slow"} if reward is None else {})})
+    figures = scores.figures()
+    assert (figures["scored"], figures["mean"], figures["failures"]) == (4, 0.5, {"slow": 1})
+    assert figures["pass@1"] == pytest.approx((1 / 3 + 1.0) / 2) and figures["pass@2"] == pytest.approx(2 / 3)
+    assert Scores(1.0).figures() == {"scored": 0, "failures": {}, "mean": None}
 
 
 @pytest.mark.parametrize(
