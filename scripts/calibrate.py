@@ -32,7 +32,7 @@ LINKS = ("link_latency_us", "link_bandwidth_gb_s")
 """Fitted keys of the pair without peer-to-peer copies."""
 CONTEXT = 400
 """Assumed tokens of a request's context: with it plain steps grow by rows as measured."""
-PROMPT = 80.0
+PROMPT = 110.0
 """Tokens of a prompt that were not in the prefix cache (fitted)."""
 
 

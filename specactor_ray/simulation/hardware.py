@@ -9,10 +9,9 @@ share that kernels reach; groups, all-reduces, kernels and positions add up. For
     linears     sqrt(read² + compute²): weights / t, and 2·n·weights / t flops with n in whole tiles; attention,
                 feed-forward and language-model head apart
     cache       the keys and values attended to, read once per row whatever its number of positions
-    traffic     norms, residuals, activations and logits, read and written
     all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
     kernels     per step and per layer, however small the model: most of the time of a small model's draft token
-    positions   sampling and bookkeeping
+    positions   norms, activations, sampling and the host's bookkeeping
 
 In verifying, attention is memory-bound up to about `ridge · kv_heads / heads` positions per row (20 on an H100 with 8
 queries per key); the flops of attention are counted for prompts only.
@@ -40,10 +39,6 @@ SHIPPED = PACKAGE_FILES / _FOLDER
 
 ACTIVATION_BYTES = 2
 """Bytes per activation: bf16."""
-_TOUCHES = 12
-"""Reads and writes of a hidden state per layer outside of the linears: norms, residual sums, rotary embedding."""
-_LOGIT_PASSES = 4
-"""Reads and writes of the float32 logits by a sampler: gather, temperature, log-softmax, choice."""
 _PROMPT_TOKENS = 2048
 """Largest assumed prompt length of a step, which is the number of tokens to which a prompt position attends."""
 _TILE, _LARGE_TILE, _LARGE = 64, 128, 256
@@ -84,7 +79,7 @@ class DeviceSpec:
     layer_overhead_us: float = positive(0.0)
     """Least time of the kernels of a layer, and the gaps between them."""
     position_us: float = positive(0.0)
-    """Time of a decoded position in samplers and on the host."""
+    """Time of a decoded position beside linears and cache: activations, samplers, the host."""
     link_bandwidth_gb_s: float = positive(0.0)
     """All-reduce bus bandwidth of large messages within a node."""
     link_latency_us: float = positive(0.0)
@@ -164,16 +159,13 @@ class RooflineCost:
         kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each has a copy of one
         self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
         self._cache_s = self.kv_bytes_per_token / bandwidth
-        widths = 3 * model.ffn / gpus
-        touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
-        self._traffic_s = touched / bandwidth
-        self._position_s = device.position_us * 1e-6 + _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
+        self._position_s, self._reduced_s = device.position_us * 1e-6, 0.0
         self._fixed_s = device.step_overhead_us * 1e-6
         self._fixed_s += model.layers * (device.layer_overhead_us * 1e-6)
         if gpus > 1:
             reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
             self._fixed_s += 2 * model.layers * (device.link_latency_us * 1e-6)
-            self._traffic_s += 2 * model.layers * reduced / (device.link_bandwidth_gb_s * 1e9)
+            self._reduced_s = 2 * model.layers * reduced / (device.link_bandwidth_gb_s * 1e9)
         attended = 4 * model.layers * model.heads * model.head_dim / gpus  # flops per query and key
         self._prompt_s = attended / 2 / peak
 
@@ -184,7 +176,7 @@ class RooflineCost:
         sampled = positions if positions > 0 else 1
         tiles, total = _padded(n), _linears(self._head, _padded(sampled))
         total += _linears(self._attention, tiles) + _linears(self._dense, tiles)
-        total += self._cache_s * context_tokens + self._traffic_s * n + self._position_s * sampled
+        total += self._cache_s * context_tokens + self._reduced_s * n + self._position_s * sampled
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
         return total + self._fixed_s
