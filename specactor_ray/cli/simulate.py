@@ -125,7 +125,7 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
     """Write the report and its plot, and name the files."""
     file = folder / "report.json"
     try:
-        write_json(file, report, 2, shared=True, new=True)
+        write_json(file, report, 2, new=True)
     except OSError as error:
         raise InputError(f"{file} cannot be written ({error.strerror})") from None
     plot = write_plot(folder, report)

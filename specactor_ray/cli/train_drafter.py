@@ -143,7 +143,7 @@ def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> 
     }
     target = model_identity(recipe.target, "float32", recipe.trust_remote_code)
     card = {"method": METHOD, "target": target, "training": training, "acceptance": rows}
-    write_json(output / CARD_FILE, card, shared=True)
+    write_json(output / CARD_FILE, card)
     (output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
     say(console, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
     return rows

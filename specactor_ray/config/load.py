@@ -93,7 +93,7 @@ def to_yaml(config: Config) -> str:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it."""
+    """Write `to_yaml(config)` atomically: the file is either complete or unchanged."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, to_yaml(config))

@@ -43,18 +43,16 @@ def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> I
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -> None:
-    """Write a UTF-8 file as a whole. Only its owner may read it, unless it is `shared`; with `new`, an existing file is
-    an error (FileExistsError)."""
-    with replacing(path, new=new) as temporary:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+def write_text(path: Path, text: str, new: bool = False) -> None:
+    """Write a UTF-8 file as a whole, with the mode of the umask; with `new`, an existing file is an error
+    (FileExistsError)."""
+    with replacing(path, new=new) as temporary, open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
 
 
-def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = False, new: bool = False) -> None:
+def write_json(path: Path, data: Any, indent: int | None = 2, new: bool = False) -> None:
     """Write a JSON file as a whole; arguments and errors as in `write_text`."""
-    write_text(path, to_json(data, indent=indent) + "\n", shared, new)
+    write_text(path, to_json(data, indent=indent) + "\n", new)
 
 
 def to_json(data: Any, **options: Any) -> str:

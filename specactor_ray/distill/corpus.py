@@ -329,6 +329,6 @@ def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> 
         raise InputError(f"{folder} exists and holds no {kind}. Fix: name another folder")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_json(note, facts, shared=True)
+        write_json(note, facts)
     except OSError as error:
         raise InputError(f"{folder} cannot be written to ({error.strerror})") from None

@@ -98,7 +98,10 @@ def require_parts(config: Config) -> None:
 @functools.cache
 def _warn_of_another_cluster() -> None:
     """Warn once per process: commands check a configuration before they import Ray, `Rollout` checks it again."""
-    logger.warning("RAY_ADDRESS is set, but a private cluster is started; cluster.address=auto joins the one it names")
+    named = os.environ.get("RAY_ADDRESS")
+    logger.warning(
+        "RAY_ADDRESS=%s is set and not used: a cluster of its own starts; cluster.address=auto joins it", named
+    )
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:

@@ -180,7 +180,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
             damaged.append(number)
     if damaged := damaged[: -1 if damaged[-1:] == [len(lines)] else None]:
         logger.warning("%s: no records in lines %s; they are removed", file, ", ".join(map(str, damaged)))
-    write_text(file, "".join(kept), shared=True)
+    write_text(file, "".join(kept))
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class TrajectoryWriter:
     def __init__(self, folder: Path) -> None:
         self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
         try:
-            self.partial.touch(0o644)
+            self.partial.touch()
             with open(open_regular(self.partial, os.O_RDWR), "rb") as file:
                 content = file.read()
         except OSError as error:

@@ -170,7 +170,7 @@ class TestUserErrors:
     def test_another_cluster_is_named_before_anything_is_loaded(self, folder: Path) -> None:
         done = specactor(folder, "rollout", "data.path=good.jsonl", "target.gpus=1", RAY_ADDRESS="127.0.0.1:9")
         warning, error = " ".join(done.stderr.split()).split("error: ")
-        assert "RAY_ADDRESS is set" in warning and "cluster.address=auto" in warning
+        assert "RAY_ADDRESS=127.0.0.1:9 is set and not used" in warning and "cluster.address=auto" in warning
         assert done.returncode == 2 and "target.gpus" in error
 
     def test_submit_of_an_unknown_option(self, folder: Path) -> None:

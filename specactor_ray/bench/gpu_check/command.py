@@ -109,7 +109,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
 
     def changed(line: str) -> None:
         say(console, f"[gpu-check] {line}")
-        write_json(path, report, shared=True)
+        write_json(path, report)
 
     for name in stages:
         stage = Stage(name, settings, deadline, changed)
@@ -117,7 +117,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
         stage.run(STAGES[name])
     found = {entry["status"] for entry in entries.values()}
     report["status"] = next(status for status in ("failed", "partial", "complete") if status in found)
-    write_json(path, report, shared=True)
+    write_json(path, report)
     return report
 
 

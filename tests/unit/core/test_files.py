@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from specactor_ray.config.load import from_mapping, save_config
 from specactor_ray.core.files import append_json, replacing, write_json, write_text
+from specactor_ray.runs.trajectories import TrajectoryWriter
 
 
 def names(folder: Path) -> list[str]:
@@ -42,14 +44,19 @@ def test_a_new_file_overwrites_none(tmp_path: Path) -> None:
     assert path.read_text() == "mine" and names(tmp_path) == ["report.json"]
 
 
-def test_a_file_is_for_its_owner_unless_it_is_shared(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_have_the_mode_of_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
     try:
-        write_text(tmp_path / "own", "")
-        write_text(tmp_path / "shared", "", shared=True, new=True)
+        write_text(tmp_path / "one", "")
+        write_text(tmp_path / "two", "", new=True)
+        save_config(from_mapping({}), tmp_path / "config.yaml")
+        TrajectoryWriter(tmp_path).write({})
     finally:
         os.umask(before)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("own", "shared")] == [0o600, 0o644]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("one", "two", "config.yaml", "trajectories.jsonl.partial"), mode
+    )
 
 
 SCRIPT = """
