@@ -24,6 +24,7 @@ import schemathesis
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
+from specactor_ray.rollout import verifiers
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 from tests.tiny import tiny_prompts, tiny_target
@@ -96,7 +97,7 @@ class TestOpenAI:
             return client.chat.completions.create(model="tiny", messages=messages, **options).choices[0]
 
         first, second = ask(), ask()
-        assert first.seed != second.seed
+        assert first.seed != second.seed and max(first.seed, second.seed) < 2**53, "as JavaScript keeps it"
         assert ask(seed=first.seed).message.content == first.message.content
 
     def test_a_stream_is_the_whole_output(self, client: openai.OpenAI) -> None:
@@ -118,6 +119,20 @@ class TestOpenAI:
             assert logprobs[choice.index] == pytest.approx([one.logprob for one in choice.logprobs.content], abs=1e-4)
             assert finished[choice.index] == choice.finish_reason
         assert usage == whole.usage
+
+    def test_tokens_are_sent_while_later_ones_are_computed(
+        self, rollout: Rollout, server: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The output ends sooner than a poll that gathers steps. A pause holds it until its reader is there."""
+        monkeypatch.setattr(verifiers, "_LINGER_S", 10.0)
+        HTTP.post(f"{server.url}/pause?mode=keep").raise_for_status()
+        body = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+        with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            wait_until(lambda: rollout.engine._work._watched, "a reader")
+            HTTP.post(f"{server.url}/resume").raise_for_status()
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        counts = [len(event["choices"][0]["token_ids"]) for event in events]
+        assert sum(counts) == 300 and len(counts) > 10 and counts[0] < 30
 
     def test_the_most_probable_tokens_are_those_of_a_rollout(self, rollout: Rollout, client: openai.OpenAI) -> None:
         sampling = SamplingParams(max_tokens=12, seed=8, logprobs=3)
@@ -149,6 +164,19 @@ class TestOpenAI:
         body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1}
         (choice,) = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"]
         assert choice["logprobs"]["token_logprobs"][begin:] == expected
+        (best,) = rollout.generate([prompt], SamplingParams(temperature=0, max_tokens=1), n=1)[0].token_ids
+        text = tiny_prompts(1)[0]
+        sent = [text, [*prompt, best], [*prompt, best ^ 1]]
+        body |= {"prompt": sent, "temperature": 0, "max_tokens": 1, "seed": 1234}  # as lm-eval's local-completions
+        choices = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        places, *others = (choice["logprobs"]["text_offset"] for choice in choices)
+        offsets = server.service.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        assert (
+            places == [*(begin for begin, _ in offsets), len(text)] and list(map(len, others)) == [len(prompt) + 2] * 2
+        )
+        reports = [choice["logprobs"] for choice in choices[1:]]
+        greedy = [one["token_logprobs"][-2] == max(one["top_logprobs"][-2].values()) for one in reports]
+        assert greedy == [True, False]
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
         answer = HTTP.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
         assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]
@@ -295,6 +323,7 @@ class TestCommand:
             process.send_signal(signal.SIGTERM)
             said = process.stderr.read()
             assert process.wait(120) == 0, said
+            assert "/v1/models: 401" in said and "ending the run" in said
         finally:
             process.kill()
             process.communicate()
