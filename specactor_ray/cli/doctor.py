@@ -7,8 +7,9 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -141,6 +142,8 @@ def _packages() -> Iterator[Finding]:
     for name, version in found.items():
         if version == "not installed" and name != "specactor-ray":  # this one runs, from a checkout
             yield Finding("packages", name, version, State.WRONG, f"pip install {name}")
+    for name, wanted in _too_old(found):
+        yield Finding("packages", name, f"{found[name]}, too old", State.WRONG, f"pip install '{wanted}'")
     yield Finding("packages", "installed", ", ".join(f"{name} {version}" for name, version in found.items()))
     for module, distribution, use, fix in OPTIONAL:
         if importlib.util.find_spec(module) is None:
@@ -149,6 +152,20 @@ def _packages() -> Iterator[Finding]:
             yield _compared("packages", known)
         else:
             yield Finding("packages", distribution, installed_version(distribution) or "found")
+
+
+def _too_old(found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Installed packages, and the requirement of this one that they do not meet; none from a bare checkout."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(one) for one in requires("specactor-ray") or ()]
+    except PackageNotFoundError:
+        return
+    for one in requirements:
+        version = found.get(one.name, "not installed")
+        if one.marker is None and version != "not installed" and not one.specifier.contains(version, prereleases=True):
+            yield one.name, f"{one.name}{one.specifier}"
 
 
 def _compared(area: str, package: Upstream, note: str = "", install: str = "") -> Finding:

@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specactor_ray.config.aliases import KEY_OF
 from specactor_ray.config.fields import (
     choices,
     default_of,
@@ -354,5 +355,7 @@ def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> Conf
         return ConfigError(prefix + name, "this key is gone.", fix)
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
+    if not elsewhere and schema is Config and (key := KEY_OF.get(name)) is not None:
+        elsewhere = [key]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)
     return ConfigError(prefix + name, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")

@@ -85,6 +85,13 @@ def validate_drafter(drafter: DrafterConfig, key: str) -> None:
     _raise_first(_of_drafter(drafter, key))
 
 
+NO_TASKS: Problem = (
+    "data.path",
+    "is not set, and training needs tasks.",
+    "name a file, reasoning_gym:TASK or hf:DATASET, or begin with a shipped configuration: --config train_local_cpu.",
+)
+
+
 def validate_training(config: Config) -> None:
     """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
     for name in _TRAINING_SECTIONS:
@@ -173,6 +180,10 @@ def _of_engine_arguments(config: Config) -> Iterator[Problem]:
         problem = f"{clipped(named)} depends on the batch, and target.batch_invariant is set."
         fix = f"use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
         yield "target.engine_arguments.attention_backend", problem, fix
+    size = given.get("block_size", 16)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % 16):
+        problem = f"{clipped(size)} is no size of a block of the cache."
+        yield "target.engine_arguments.block_size", problem, "use a multiple of 16, or leave it out."
     for name in given:
         key = f"target.engine_arguments.{name}"
         if name in SET_BY_KEYS:
@@ -257,6 +268,8 @@ def _of_training(config: Config) -> Iterator[Problem]:
         problem = f"{clipped(pattern)} is not a regular expression ({clipped_text(str(error))})."
         yield "reward.answer_pattern", problem, "correct it (syntax: Python's re)."
     if algorithm is not AlgorithmName.ppo and config.data.n < 2:
+        if config.data.path is None:  # of a command without anything
+            yield NO_TASKS
         problem = f"{config.data.n} sample per prompt: {algorithm.value} compares the samples of a prompt."
         yield "data.n", problem, "use 2 or more (8 is common), or algorithm.name=ppo."
     if config.sampling.temperature == 0.0:

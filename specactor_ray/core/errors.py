@@ -47,7 +47,8 @@ def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
 
 def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     """A sentence with the known name closest to a mistyped one, after a space; empty if there is none."""
-    close = [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)  # a letter is wrong, as in `step` for `steps`
+    close = close or [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
     close = close or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
 

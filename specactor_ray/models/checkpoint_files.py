@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.files import MOST_BYTES, parse_json, read_foreign
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -23,13 +23,34 @@ def weight_files(path: Path) -> list[Path]:
     files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
     if not files:
         raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {_COPY_AGAIN}")
+    for file in files:
+        _require_whole(file)
     return files
+
+
+def _require_whole(file: Path) -> None:
+    """Refuse a safetensors file whose header cannot be read, or does not describe the file's size."""
+    if file.suffix != ".safetensors":
+        return
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = parse_json(stream.read(min(size, MOST_BYTES)).decode())
+        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+        wanted = 8 + size + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ModelLoadError(f"{file} is damaged: it has no header of safetensors. {_COPY_AGAIN}") from None
+    if file.stat().st_size != wanted:
+        found = f"{file.stat().st_size:,} bytes, and its header describes {wanted:,}"
+        raise ModelLoadError(f"{file} is damaged: it has {found}. {_COPY_AGAIN}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Contents of `config.json` in a directory."""
     file = path / "config.json"
     if not file.is_file():
+        if (path / "weights" / "config.json").is_file():  # of a training step
+            raise ModelLoadError(f"{path} is the checkpoint of a run. Fix: name its model, {path / 'weights'}")
         raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
     try:
         facts = parse_json(read_foreign(file))

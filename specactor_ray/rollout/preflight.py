@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
-from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
+from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, is_hosted, reads_head
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import count_gpus, fitting_dtype
 from specactor_ray.core.errors import ConfigError, ModelLoadError
@@ -23,9 +23,11 @@ from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identit
 from specactor_ray.models.cache_size import (
     BLOCK_TOKENS,
     GIB,
+    ROW_BYTES,
     cached_token_bytes,
     context_of,
     key_value_heads,
+    token_bytes,
 )
 from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
@@ -306,7 +308,11 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
             f"a request may have {length}."
         )
         fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
-        fix += f", or target.max_model_len={blocks * block}." if blocks > 0 else "."
+        if (held := blocks * block) > config.sampling.max_tokens:
+            fix += f", or target.max_model_len={held}"
+        elif held > 1:  # a shorter context alone would be refused for its outputs
+            fix += f", or sampling.max_tokens={held - 1}" + f" and target.max_model_len={held}" * on_vllm
+        fix += "."
         raise ConfigError("target.kv_cache_gb", problem, fix)
 
 
@@ -340,6 +346,21 @@ def export_what_drafters_read(config: Config) -> Config:
     return resolved
 
 
+def _reject_cache_below_a_page(config: Config, index: int, text: Any) -> None:
+    from specactor_ray.models.loading import parse_dtype
+
+    drafter = config.drafters[index]
+    if drafter.kv_cache_gb is None:
+        return
+    on_gpu = (config.target.gpus if is_hosted(drafter, config.mode) else drafter.gpus) > 0
+    itemsize = parse_dtype(fitting_dtype(drafter.dtype, on_gpu), on_gpu).itemsize
+    page = BLOCK_TOKENS["hf"]["gpu" if on_gpu else "cpu"] * token_bytes(text, itemsize, row=1 if on_gpu else ROW_BYTES)
+    if drafter.kv_cache_gb * GIB < page:
+        problem = f"{drafter.kv_cache_gb:g} holds no page of {drafter.model}."
+        least = math.ceil(page / GIB * 1e6) / 1e6
+        raise ConfigError(f"drafters.{index}.kv_cache_gb", problem, f"use {least:g} or more, or leave it out.")
+
+
 def check_drafters_fit_target(config: Config) -> Any:
     """Refuse drafters with another vocabulary than the target's, with a ConfigError. Returns the target's tokenizer,
     or None if the model directory has none (prompts must be token ids then)."""
@@ -349,6 +370,7 @@ def check_drafters_fit_target(config: Config) -> Any:
             if drafter.model is None or reads_head(drafter.method):  # heads are checked elsewhere
                 continue
             draft = _load_config(f"drafters.{index}.model", drafter.model, drafter.trust_remote_code)
+            _reject_cache_below_a_page(config, index, draft.get_text_config())
             if draft.vocab_size != target.vocab_size:
                 raise ConfigError(
                     f"drafters.{index}.model",

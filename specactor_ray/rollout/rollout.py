@@ -83,7 +83,7 @@ class Rollout(RunClient):
             logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                logger.warning("%s: ending what has started, some seconds", interruption(error))
+                logger.warning("%s: ending what has started, some seconds; again ends at once", interruption(error))
             self._held.close()
             raise
 

@@ -21,14 +21,20 @@ from specactor_ray.config.rules import unused_by_rollouts
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
-from specactor_ray.core.errors import ConfigError, ModelLoadError
+from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.preflight import identity_of, max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.rollout.preflight import (
+    identity_of,
+    max_prompt_tokens,
+    refuse_early,
+    require_named_model,
+    start_notes,
+)
 from specactor_ray.rollout.prompts import (
     Encoded,
     Prompt,
@@ -106,6 +112,7 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     rows, unused = read_rows(config.data.path, config.data.limit), unused_by_rollouts(config, scorer is not None)
     prompts = [split_row(row)[0] for row in rows]
+    require_named_model("target.model", config.target.model)
     _tokenizer_for(config, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:
         found = lease_interrupted(config) if config.resume == "auto" else None
@@ -121,8 +128,8 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
             there = read_finished(writer, rows, config) if found else []
             save_run_config(config, folder)
             with start_phase(f"run {config.run.name}: checking model and prompts"):
-                encoded = _encode(config, prompts)
-            for line in (*unused, *lines, *_cut_outputs(config, encoded)):
+                encoded, bare = _encode(config, prompts)
+            for line in (*unused, *lines, *bare, *_cut_outputs(config, encoded)):
                 say(console, line)
             return _run(config, rows, encoded, folder, writer, there, console, scorer)
         except BaseException as error:
@@ -147,11 +154,19 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
         raise ModelLoadError(f"target.model: {error} {fix}") from None
 
 
-def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
-    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn."""
+def _encode(config: Config, prompts: Sequence[Prompt]) -> tuple[list[Encoded], list[str]]:
+    """The prompts as token ids, and a line if texts are sent without a chat template. Those that cannot be encoded fail
+    alone, at their turn. InputError: none can."""
     load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
     tokenizer, most = _tokenizer_for(config, prompts, load), max_prompt_tokens(config) + config.sampling.max_tokens
-    return encode_prompts(tokenizer, prompts, config.data.chat, most=most, **text_options(config.data))
+    encoded = encode_prompts(tokenizer, prompts, config.data.chat, most=most, **text_options(config.data))
+    if all(reason for _, reason in encoded):
+        raise InputError(f"data.path: none of the {len(prompts)} prompts can run; the first one: {encoded[0][1]}")
+    if config.data.chat and tokenizer and not tokenizer.chat_template and any(isinstance(one, str) for one in prompts):
+        return encoded, [
+            f"{config.target.model} has no chat template, so prompts are sent as they are (data.chat=false)"
+        ]
+    return encoded, []
 
 
 def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
@@ -181,7 +196,7 @@ def _run(
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
+    say(console, f"run {config.run.name}: mode {config.mode.value}; results go to {folder}")
     tally = Tally(len(rows) * config.data.n, None if scorer is None else Scores(config.reward.pass_threshold))
     if there:
         say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
 from specactor_ray.core.errors import ConfigError, InputError, TooLongError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
@@ -44,8 +45,7 @@ def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
     package it needs is not installed or there is no such task, InputError if a file is missing, empty or malformed."""
     path = config.path
     if path is None:
-        fix = "name a file, reasoning_gym:TASK (such as reasoning_gym:chain_sum) or hf:DATASET."
-        raise ConfigError("data.path", "training needs tasks, and none are named.", fix)
+        raise ConfigError(*NO_TASKS)
     if path.startswith(_GYM):
         return GymSource(path.removeprefix(_GYM), config, seed)
     if path.startswith(_HUB) or Path(path).suffix == ".parquet":

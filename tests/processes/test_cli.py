@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "bare" / "model.safetensors").touch()
+    (tmp_path / "bare" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return tmp_path
 
 
@@ -107,6 +107,10 @@ ROLLOUT: dict[str, tuple[list[str], str]] = {
     "nothing at the address": (["cluster.address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
 }
 TRAIN = {
+    "nothing": (
+        ["data.path=null", "data.n=1"],
+        "data.path: is not set, and training needs tasks. Fix: name a file, reas",
+    ),
     "no such model": ROLLOUT["no such model"],
     "too many cores": ROLLOUT["too many cores"],
     "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: the run needs 1 GPU(s) in all"),
@@ -130,7 +134,7 @@ OTHERS = {
     "model": (["demo", "--model", "no/such/model"], "--model: There is no directory 'no/such/model'"),
 }
 BENCH = {
-    "--modes=plain,fast": "--modes: 'fast' is not a mode; the modes are plain, coupled",
+    "--modes=plain,fast": "--modes: 'fast' is not a mode; the modes are plain, auto, coupled",
     "--modes=decoupled": "--modes must contain plain",
     "--batch=4,0": "--batch: '4,0' is no list of whole numbers of 1 or more",
     "--prompts=bad.jsonl": "bad.jsonl, line 2: not valid JSON",

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.config import load as load_module
+from specactor_ray.config.aliases import ALIASES, KEY_OF
 from specactor_ray.config.fields import describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
 from specactor_ray.config.methods import BUILT_IN
@@ -121,6 +122,23 @@ class TestUnknownKeys:
         assert error.key == key
         assert f"Did you mean {meant}?" in str(error)
         assert valid in error.fix
+
+    @pytest.mark.parametrize(
+        ("item", "meant"),
+        [
+            ("trainer.step=3", "trainer.steps"),
+            ("trainer.lr=1e-4", "trainer.learning_rate"),
+            ("num_generations=4", "data.n"),
+            ("sampling.max_new_tokens=4", "sampling.max_tokens"),
+            ("target.tensor_parallel_size=2", "target.tensor_parallel"),
+        ],
+    )
+    def test_names_of_other_trainers_and_engines(self, item: str, meant: str) -> None:
+        assert f"Did you mean {meant}?" in str(error_of(item))
+
+    def test_every_such_name_leads_to_a_key_and_is_none(self) -> None:
+        keys = {one.key for one in describe(Config)}
+        assert ALIASES.keys() <= keys and len(KEY_OF) == sum(map(len, ALIASES.values()))
 
     def test_nothing_close_suggests_nothing(self) -> None:
         assert "Did you mean" not in str(error_of("xyzzy=1"))
@@ -235,6 +253,11 @@ class TestRangesAndContradictions:
             (["target.compiled=false"], "target.compiled", "target.backend=vllm"),
             (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
             ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
+            (
+                [*VLLM, "target.engine_arguments={block_size: 7}"],
+                "target.engine_arguments.block_size",
+                "multiple of 16",
+            ),
             ([*VLLM, "target.engine_arguments={worker_cls: x}"], "target.engine_arguments.worker_cls", "leave it out"),
             (
                 [

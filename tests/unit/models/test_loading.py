@@ -83,6 +83,9 @@ def test_a_directory_loads_for_inference(
         ("model.safetensors", None, "no weights (model.safetensors)"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "1.safetensors"}}', "lacks the weight files"),
         ("model.safetensors.index.json", "[]", "not an index"),
+        ("model.safetensors", "", "damaged: it has no header"),
+        ("model.safetensors", "\x02\0\0\0\0\0\0\0[]", "damaged: it has no header"),
+        ("model.safetensors", "\x02\0\0\0\0\0\0\0{}more", "damaged: it has 14 bytes, and its header describes 10."),
     ],
 )
 def test_missing_and_damaged_files(model_dir: Path, file: str, text: str | None, problem: str) -> None:
@@ -91,6 +94,15 @@ def test_missing_and_damaged_files(model_dir: Path, file: str, text: str | None,
         (model_dir / file).write_text(text)
     for load in (loading.load_model, loading.load_model_config, loading.load_empty_model):
         assert problem in error_of(load, model_dir)
+
+
+def test_the_checkpoint_of_a_run_names_its_model(model_dir: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step-000016"
+    shutil.copytree(model_dir, step / "weights")
+    problem = error_of(loading.require_model, step)
+    assert "is the checkpoint of a run" in problem and problem.endswith(f"name its model, {step / 'weights'}")
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in error_of(loading.require_model, tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,8 @@ def test_truncated_and_incomplete_weights_and_no_tokenizer(model_dir: Path) -> N
     file = model_dir / "model.safetensors"
     weights, whole = load_file(file), file.read_bytes()
     file.write_bytes(whole[:-1000])
-    assert "cannot be loaded" in error_of(loading.load_model, model_dir)
+    problem = f"damaged: it has {len(whole) - 1000:,} bytes, and its header describes {len(whole):,}"
+    assert problem in error_of(loading.require_model, model_dir) and problem in error_of(loading.load_model, model_dir)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
     assert "lack model.layers.1.mlp.up_proj.weight" in error_of(loading.load_model, model_dir)

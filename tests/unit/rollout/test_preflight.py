@@ -15,8 +15,10 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
+from specactor_ray.models.cache_size import ROW_BYTES, token_bytes
+from specactor_ray.models.loading import load_model_config
 from specactor_ray.rollout import memory, preflight
-from specactor_ray.rollout.preflight import export_what_drafters_read, require_named
+from specactor_ray.rollout.preflight import check_drafters_fit_target, export_what_drafters_read, require_named
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
@@ -175,8 +177,29 @@ def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) ->
     assert "max_model_len" not in error.value.fix
     check(monkeypatch, model, backend="hf", kv_cache_gb=288 / 2**20)
     check(monkeypatch, model, backend="hf", kv_cache_gb=32 / 2**20, max_model_len=16)
-    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129"):
+    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129") as error:
         check(monkeypatch, model, backend="hf", kv_cache_gb=287 / 2**20)
+    assert error.value.fix.endswith("or more, or sampling.max_tokens=127.")
+    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 128") as error:
+        check(monkeypatch, model, kv_cache_gb=300 / 2**20)
+    assert error.value.fix.endswith("or sampling.max_tokens=127 and target.max_model_len=128."), (
+        "a context of 128 leaves no room for outputs of 128"
+    )
+
+
+@pytest.mark.parametrize(("mode", "page"), [("coupled", 16), ("decoupled", 16)])
+def test_a_drafters_cache_holds_a_page(mode: str, page: int) -> None:
+    def config(kv_cache_gb: float) -> Config:
+        drafter = {"method": "draft_model", "model": str(tiny_draft()), "dtype": "float32", "kv_cache_gb": kv_cache_gb}
+        return from_mapping({"mode": mode, "target": {"model": str(tiny_target())}, "drafters": [drafter]})
+
+    with pytest.raises(ConfigError, match=r"drafters\.0\.kv_cache_gb: 1e-07 holds no page") as error:
+        check_drafters_fit_target(config(1e-7))
+    least = float(error.value.fix.split()[1])
+    check_drafters_fit_target(config(least))
+    shape = load_model_config(str(tiny_draft()))
+    bytes_ = page * token_bytes(shape, 4, row=ROW_BYTES)
+    assert bytes_ <= least * 2**30 < bytes_ + 2**11
 
 
 def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,22 @@ class TestRun:
         ):
             self.run(trajectory(0), target=target, path="ids.jsonl", name="s")
 
+    def test_messages_without_a_template_are_refused_if_nothing_can_run_and_texts_have_a_notice(self) -> None:
+        bare, shown = Path("no_template"), io.StringIO()
+        shutil.copytree(tiny_target(), bare)
+        facts = json.loads((bare / "tokenizer_config.json").read_text())
+        facts.pop("chat_template", None)
+        (bare / "tokenizer_config.json").write_text(json.dumps(facts))
+        (bare / "chat_template.jinja").unlink(missing_ok=True)
+        chat, target = json.dumps({"messages": [{"role": "user", "content": "a"}]}), {"model": str(bare)}
+        Path("chat.jsonl").write_text(f"{chat}\n{chat}\n")
+        with pytest.raises(InputError, match=r"none of the 2 prompts can run; the first one: .* has no chat template"):
+            self.run(trajectory(0), path="chat.jsonl", target=target)
+        assert not Path("runs").exists()
+        Path("chat.jsonl").write_text(f'{{"prompt": "a"}}\n{chat}\n')
+        self.run(trajectory(0), path="chat.jsonl", target=target, shown=shown)
+        assert "no_template has no chat template, so prompts are sent as they are" in shown.getvalue()
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_an_interruption_keeps_what_had_finished(self, number: signal.Signals) -> None:
         before = signal.getsignal(number)
