@@ -70,7 +70,7 @@ def test_models_are_hosted_in_mode_coupled_alone(mode: str, method: dict[str, An
         ("magic", "unknown method 'magic'; known: ngram"),
         ("no.such.module:Drafter", "cannot be imported"),
         ("tests.fakes.misbehaving:NoSuchDrafter", "cannot be imported"),
-        ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use\)"),
+        ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use \(leaves_at_import.py"),
         ("collections:OrderedDict", "is no proposer: .*derive it from .*RowProposer"),
     ],
 )
