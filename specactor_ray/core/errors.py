@@ -119,6 +119,10 @@ class InputError(UserError):
     """A prompt, a data file or a sampling parameter cannot be used."""
 
 
+class NoTemplateError(InputError):
+    """Chat messages for a model without a chat template."""
+
+
 class TooLongError(InputError):
     """A prompt has more characters than the context can hold."""
 

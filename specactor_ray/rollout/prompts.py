@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import InputError, TooLongError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.errors import InputError, NoTemplateError, TooLongError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import parse_json
 from specactor_ray.rollout.literal import Rendered, control_tokens, tokenize
 from specactor_ray.rollout.rendering import render, texts_of
@@ -227,7 +227,7 @@ def encode_chat(
     if tokenizer is None:
         raise InputError("the model has no tokenizer; give prompts as lists of token ids")
     if not tokenizer.chat_template:
-        raise InputError(
+        raise NoTemplateError(
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
             "text or token ids"
         )

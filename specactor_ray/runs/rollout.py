@@ -204,7 +204,6 @@ def _run(
         say(console, note)
     for row in there:
         tally.add(row)
-    summary: dict[str, Any] = {}
     with Rollout(config) as rollout:
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"

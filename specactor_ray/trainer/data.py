@@ -13,13 +13,14 @@ import numpy as np
 
 from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, TooLongError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, NoTemplateError, TooLongError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
 """Number of tasks of a generated source without `data.limit`; each is made when it is read."""
 _SHORTEN = "a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
 _CORRECT = "correct these rows"
+_TEMPLATE = "a model with a chat template, or texts as prompts without data.system_prompt"
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"
 """Fillers of Hangul and the empty Braille pattern: letters and a symbol without a glyph."""
 _GYM, _HUB = "reasoning_gym:", "hf:"
@@ -261,6 +262,8 @@ class TaskStream:
             tokens = self._count_tokens(task.prompt)
         except TooLongError as error:
             return f"is too long: {error}", _SHORTEN
+        except NoTemplateError as error:
+            return f"cannot be encoded: {error}", _TEMPLATE
         except InputError as error:
             return f"cannot be encoded: {error}", _CORRECT
         return (f"has {tokens} tokens, and {self._max} is the limit", _SHORTEN) if tokens > self._max else ("", "")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, TooLongError
+from specactor_ray.core.errors import ConfigError, InputError, NoTemplateError, TooLongError
 from specactor_ray.trainer.data import Task, TaskStream, open_source
 
 
@@ -141,6 +141,10 @@ def test_a_source_with_one_task_that_fits_is_never_refused() -> None:
     ("error", "message"),
     [
         (InputError("message 1 has no role"), "cannot be encoded: message 1 has no role. Fix: correct these rows"),
+        (
+            NoTemplateError("no chat template"),
+            "cannot be encoded: no chat template. Fix: a model with a chat template, or texts as prompts",
+        ),
         (TooLongError("9 characters"), "is too long: 9 characters. Fix: a higher target.max_model_len"),
     ],
 )
