@@ -45,6 +45,8 @@ _SPEED_SHARE = 0.45
 """Share of the time for the first half."""
 _PROMPTS, _GROUPS = "conf/prompts/repetition.jsonl", 8
 """Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay. A round takes every eighth."""
+_EXAMPLE = 1
+"""Number of the prompt whose output is shown."""
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=96, seed=7)
 _LEAST_ROUNDS, _LEAST_STEPS = 5, 2
 _END_S = 12.0
@@ -154,7 +156,7 @@ def _measure_speed(demo: Demo, auto: Config) -> None:
             one, other = bench.measured[-2:][:: -1 if done % 2 else 1]
             demo.rounds.append((one, other))
             demo.say(f"{name}: plain {one['tokens_per_s']:.1f}, auto {other['tokens_per_s']:.1f} tokens/s")
-        (output,) = rollouts[1].generate(prompts[:1], _GREEDY, n=1)
+        (output,) = rollouts[1].generate([prompts[_EXAMPLE]], _GREEDY, n=1)
         demo.example = {"prompt": output.prompt, "pieces": pieces(output, rollouts[1].engine.tokenizer)}
 
 

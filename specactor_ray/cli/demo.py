@@ -114,10 +114,10 @@ def _from_to(before: tuple[float, float], after: tuple[float, float]) -> str:
 def _answers(report: Mapping[str, Any], colours: bool) -> Iterator[Text]:
     """Yield an output with its draft tokens marked, and outputs before and after the training."""
     if example := report["example"]:
-        begin, end, marks = ("", "", "green") if colours else ("[", "]", "in brackets")
-        yield Text.assemble(("Prompt\n", "bold"), example["prompt"])
+        begin, end, marks = ("", "", "in green") if colours else ("[", "]", "in brackets")
+        yield Text.assemble(("Prompt: ", "bold"), f"{example['prompt'].splitlines()[0]} ...")
         parts = ((f"{begin}{text}{end}", "green") if drafted else text for text, drafted in example["pieces"])
-        yield Text.assemble((f"Answer of auto ({marks}: drafted)\n", "bold"), *parts)
+        yield Text.assemble((f"Answer of auto, drafted tokens {marks}:\n", "bold"), *parts)
     outputs = (report["training"] or {}).get("outputs", ())
     if len(outputs) == 2:
         yield Text("Answers before and after training, same seeds, prompts that were not trained on", style="bold")
