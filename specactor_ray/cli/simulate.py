@@ -116,7 +116,6 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
     else:
         say(console, point["description"])
         console.print(speed_table(point))
-        console.print(work_table(point))
     if point["part"] > 1:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
 
@@ -142,9 +141,9 @@ def speed_table(point: Mapping[str, Any]) -> Table:
     """Speed of each variant, and its ratio to the baseline."""
     results, device = point["results"], point["device"]
     has_latency = any(result["latency_s"] for result in results)
-    columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
+    columns = ["variant", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x", "length"]
     columns += ["latency s", "95%"] if has_latency else []
-    table = _table("speed", columns, text=("variant", "mode"))
+    table = _table("speed", columns, text=("variant",))
     for result in results:
         name, ratio = result["variant"], f"{point['ratios'][result['variant']]:.2f}"
         cells = [
@@ -154,23 +153,16 @@ def speed_table(point: Mapping[str, Any]) -> Table:
             f"{result['tokens_per_s']:,.0f}",
             f"{result['tokens_per_s_and_device']:,.1f}",
             f"{ratio}*" if name == point["baseline"] else ratio,
+            f"{result['acceptance_length']:.2f}",
         ]
         if has_latency:
             latency = sorted(result["latency_s"])
             cells += [f"{fmean(latency):.2f}", f"{latency[int(0.95 * len(latency))]:.2f}"] if latency else ["-", "-"]
-        table.add_row(name, result["mode"], *cells)
+        table.add_row(name, *cells)
     captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
+    captions += ["length: acceptance length, tokens per request and verify step."]
     captions += ["latency s: mean of the requests, and what 95% of them stay below."] if has_latency else []
     table.caption = "\n".join(captions)
-    return table
-
-
-def work_table(point: Mapping[str, Any]) -> Table:
-    """Benefit of drafting."""
-    table = _table("drafting", ("variant", "acc. length", "supply"), text=("variant",))
-    for result in point["results"]:
-        table.add_row(result["variant"], f"{result['acceptance_length']:.2f}", f"{result['supply']:.2f}")
-    table.caption = "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step."
     return table
 
 

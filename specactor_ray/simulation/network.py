@@ -6,15 +6,12 @@ actor's process has ended.
 
 from __future__ import annotations
 
-import operator
 import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from specactor_ray.cluster.backend import ProcessFacts
 from specactor_ray.cluster.calls import Calls
@@ -26,8 +23,6 @@ from specactor_ray.core.errors import (
     SpecActorError,
 )
 from specactor_ray.simulation.kernel import Fiber, Kernel, Process, VirtualClock
-from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
@@ -159,16 +154,11 @@ class Network:
         self.kernel, self.rng = kernel, rng
         self.actors: list[VirtualActor] = []
         self._objects: dict[int, Any] = {}
-        self._latency_s, self._bytes_per_s = (0.0005, 0.002), float("inf")
+        self.latency_s = (0.0005, 0.002)
+        """Least and most seconds of a call, one way."""
 
-    def set_links(self, call_s: float, jitter: float, bytes_per_s: float) -> None:
-        """Set the time of calls: `call_s` seconds one way, up to the share `jitter` more or less, plus the time of the
-        payload between two nodes."""
-        self._latency_s = (call_s * (1.0 - jitter), call_s * (1.0 + jitter))
-        self._bytes_per_s = bytes_per_s
-
-    def latency(self, num_bytes: float = 0.0) -> float:
-        return self.rng.uniform(*self._latency_s) + num_bytes / self._bytes_per_s
+    def latency(self) -> float:
+        return self.rng.uniform(*self.latency_s)
 
     def clock(self, actor: VirtualActor) -> VirtualClock:
         return VirtualClock(self.kernel, actor.process)
@@ -219,14 +209,11 @@ class Network:
 
     def deliver(self, call: CallInFlight) -> None:
         """Transmit a call to its actor."""
-        size = 0
-        if self._bytes_per_s < float("inf") and call.caller.node is not call.actor.node:
-            size = payload_bytes(call.arguments)
-        self.transmit(call.arrive, size)
+        self.transmit(call.arrive)
 
-    def transmit(self, arrived: Callable[[], None], num_bytes: float = 0.0) -> None:
-        """Carry a call or an answer of this size: `arrived` is called after its latency."""
-        self.kernel.at(self.kernel.now + self.latency(num_bytes), arrived)
+    def transmit(self, arrived: Callable[[], None]) -> None:
+        """Carry a call or an answer: `arrived` is called after its latency."""
+        self.kernel.at(self.kernel.now + self.latency(), arrived)
 
     def start_calls(self, actor: VirtualActor) -> None:
         """Begin waiting calls, as many as may run at a time."""
@@ -269,28 +256,6 @@ class Network:
         if stored.owner.process.dead:
             raise ActorLostError("the owner of the object is gone", stored.owner.node_lost)
         return self._objects[stored.number]
-
-
-_MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
-_KINDS = (CommitBatch, TailBatch, DraftOpen, States, TargetRequest)
-_FIELDS = {kind: operator.attrgetter(*(field.name for field in fields(kind))) for kind in _KINDS}
-
-
-def payload_bytes(arguments: Sequence[Any]) -> int:
-    """Approximate bytes of the messages in the arguments of a call."""
-    total = 0
-    for value in arguments:
-        kind = type(value)
-        if kind is np.ndarray:
-            total += _MESSAGE_BYTES + value.nbytes
-        elif kind in _FIELDS:
-            total += _MESSAGE_BYTES + payload_bytes(_FIELDS[kind](value))
-        elif kind not in (list, tuple):
-            total += _TOKEN_BYTES
-        elif value:
-            are_tokens = set(map(type, value)) == {int}
-            total += _TOKEN_BYTES * len(value) if are_tokens else payload_bytes(value)
-    return total
 
 
 class VirtualTransport:

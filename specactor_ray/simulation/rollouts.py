@@ -81,7 +81,8 @@ class SimulatedRollouts(VirtualRun):
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, build_world(scenario), nodes, scenario.seed)
         self.scenario = scenario
-        self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
+        call_s = network.call_ms / 1e3
+        self.network.latency_s = (call_s * (1.0 - network.jitter), call_s * (1.0 + network.jitter))
         target, devices = scenario.config.target, devices_of(scenario.config)
         total, each = (devices.gpus, target.gpus) if target.gpus else (devices.cores, target.cores)
         self.result = Result(variant, scenario.config.mode.value, total, total - target.replicas * each)

@@ -126,8 +126,6 @@ class NetworkConfig:
     """Milliseconds of a call, one way."""
     jitter: float = _share(0.3)
     """Share by which calls take at most longer or shorter."""
-    bandwidth_gb_s: float = positive(25.0)
-    """Bandwidth between two nodes for calls and objects, in 10**9 bytes per second."""
 
 
 @dataclass
@@ -139,14 +137,6 @@ class MachinesConfig:
     """GPUs of each node."""
     cpus: float = at_least(1, 64.0)
     """CPU cores of each node."""
-
-
-@dataclass
-class StepsConfig:
-    """Steps beside rollouts."""
-
-    load_s: float = _amount(30.0)
-    """Seconds in which an actor loads its model."""
 
 
 @dataclass
@@ -172,7 +162,8 @@ class ScenarioConfig:
     """Skills, one for each draft method."""
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    steps: StepsConfig = field(default_factory=StepsConfig)
+    load_s: float = _amount(30.0)
+    """Seconds in which an actor loads its model."""
     config: Config = field(default_factory=Config)
     """Configuration of the package. `target.model` and `drafters.N.model` are names of shapes in
     `conf/simulation/hardware/models.yaml`."""

@@ -109,7 +109,7 @@ def build_world(scenario: ScenarioConfig) -> World:
         drafter.method: _draft_time(index, drafter, hardware, forwards.get(drafter.method))
         for index, drafter in enumerate(drafters)
     }
-    world = World(draw_text(scenario), cost, drafting, scenario.python, load_s=scenario.steps.load_s)
+    world = World(draw_text(scenario), cost, drafting, scenario.python, load_s=scenario.load_s)
     if isinstance(cost, RooflineCost):
         shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
         beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)

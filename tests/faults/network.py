@@ -85,8 +85,8 @@ class FaultyNetwork(Network):
             self.unavailable(reference, method, after_s=self.rng.uniform(0.01, 1.0))
         return reference
 
-    def transmit(self, arrived: Callable[[], None], num_bytes: float = 0.0) -> None:
-        latency_s = self.latency(num_bytes)
+    def transmit(self, arrived: Callable[[], None]) -> None:
+        latency_s = self.latency()
         delay_s = self.rng.uniform(0.0, self.faults.delay_s) if self._strikes("delayed") else 0.0
         self.kernel.at(self.kernel.now + latency_s + delay_s, arrived)
 

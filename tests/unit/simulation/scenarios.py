@@ -17,7 +17,7 @@ machines: {nodes: 1, gpus: 4, cpus: 32}
 workload: {requests: 16, group: 4, prompt_tokens: 32, median_tokens: 40, sigma: 0.5, max_tokens: 120}
 skills:
   - {method: draft_model, mean: 0.8}
-steps: {load_s: 1.0}
+load_s: 1.0
 config:
   target: {model: qwen2.5-7b, gpus: 1, replicas: 2, max_batch: 4}
   drafters: [{method: draft_model, model: qwen2.5-0.5b, gpus: 1}]

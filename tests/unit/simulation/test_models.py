@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.scenario import Arrival, PythonConfig, SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import (
@@ -26,7 +24,6 @@ from specactor_ray.simulation.text import (
 )
 from specactor_ray.simulation.world import DraftTime, LinearTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
-from specactor_ray.transport.messages import TailBatch
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200
@@ -321,30 +318,3 @@ class TestWorkload:
             return sum(40.0 <= at < 60.0 for at in arrivals) / len(arrivals)
 
         assert 0.5 < share_at_noon(0.0) < 0.65 and 0.15 < share_at_noon(1.0) < 0.25
-
-
-class TestNetwork:
-    def test_what_messages_carry_takes_time_between_nodes(self) -> None:
-        arrived: dict[str, float] = {}
-
-        class Inbox:
-            def __init__(self, name: str, kernel: Kernel) -> None:
-                self.name, self.kernel = name, kernel
-
-            def deliver(self, message: Any) -> None:
-                arrived[self.name] = self.kernel.now
-
-        kernel = Kernel(0)
-        network = Network(kernel, random.Random(0))
-        network.set_links(0.001, 0.0, 1e5)
-        here, there = Node("a", 1.0), Node("b", 1.0)
-        caller = VirtualActor("caller", here, Process("caller"))
-        actors = [network.start_actor(n.name, n, lambda actor: Inbox(actor.name, kernel), 0.0) for n in (here, there)]
-        one, tokens = np.zeros(1, np.int32), np.arange(1000, dtype=np.int32)
-        batch = TailBatch("d", one, one, one, one, one.astype(np.bool_), tokens)
-        for actor in actors:
-            network.send(caller, actor, "deliver", [batch])
-        kernel.run()
-        size = payload_bytes([batch])
-        assert 4000 < size < 5500 and payload_bytes([batch, batch]) == 2 * size
-        assert arrived["a"] == pytest.approx(0.001) and arrived["b"] == pytest.approx(0.001 + size / 1e5)

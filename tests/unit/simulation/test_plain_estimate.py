@@ -14,7 +14,7 @@ seed: 3
 machines: {nodes: 1, gpus: 2, cpus: 16}
 workload: {requests: 24, group: 4, prompt_tokens: 64, median_tokens: 120, sigma: 0.5, max_tokens: 400}
 skills: [{method: draft_model, mean: 0.5}]
-steps: {load_s: 1.0}
+load_s: 1.0
 config:
   target: {model: qwen2.5-7b, gpus: 1, max_batch: 12}
   drafters: [{method: draft_model, model: qwen2.5-0.5b, gpus: 1}]

@@ -38,7 +38,6 @@ def test_scenarios_have_defaults_overrides_and_variants(tmp_path: Path) -> None:
         ("seed=-1", "seed", "use 0 or more"),
         ("skills.0.method=sufix", "skills.0.method", "use one of ngram, suffix"),
         ("config.target.replicas=400", "machines.gpus", "lower config.target.replicas"),
-        ("network.bandwidth_gb_s=0", "network.bandwidth_gb_s", "out of range"),
         ("cache_share=1.1", "cache_share", "above 0 and at most 1"),
         ("skills.0.mean=1.2", "skills.0.mean", "at most 1."),
         ("skills=[{method: ngram}, {method: ngram}]", "skills", "named twice"),
@@ -139,7 +138,7 @@ workload: {requests: 20, group: 1, prompt_tokens: 32, median_tokens: 40, sigma: 
            arrival: daily, day_s: 15, night: 0.0}
 skills:
   - {method: draft_model, mean: 0.8}
-steps: {load_s: 0.5}
+load_s: 0.5
 config:
   mode: decoupled
   cluster: {address: auto, health_interval_s: 0.5}
