@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 """Longest time a poll waits at the verifier for an event."""
-_LINGER_S, _LINGER_S_PER_VERIFIER = 0.1, 1e-3
-"""Longest time an answer is held back to gather progress of several steps while nothing reads tokens as they come, and
-its minimum per verifier, so that the driver takes at most a thousand answers per second; ends of requests are sent at
-once."""
+_LINGER_S, _PAUSE_S, _S_PER_VERIFIER = 0.1, 5e-3, 1e-3
+"""Longest time an answer is held back to gather progress of several steps while nothing reads tokens as they come (ends
+of requests are sent at once); pause after an answer while something does, so that short steps share an answer; and the
+minimum of both per verifier, so that the driver takes at most a thousand answers per second."""
 _REST_POLLS = 60
 """Most polls in a row when no request runs: they end when the verifier's counters show that it is at rest, so that none
 stays at the value of its last step."""
@@ -178,7 +178,7 @@ class Verifiers:
         """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are
         read as they come, so answers do not linger, and a poll that does is replaced: the new one ends it."""
         now, wake, lingers = self._clock.now(), self.wake.set, not (is_read or is_idle)
-        linger_s = max(_LINGER_S * lingers, len(self.links) * _LINGER_S_PER_VERIFIER)
+        linger_s = max(_LINGER_S, len(self.links) * _S_PER_VERIFIER) if lingers else 0.0
         for link in self.links.values():
             if is_read and link.lingers:
                 link.poll = None
@@ -198,7 +198,8 @@ class Verifiers:
         calls += [self._view] if self._view is not None and not self._view.done else []
         if not any(call.done for call in calls):
             now = self._clock.now()
-            self.wake.wait(max(0.0, min([now + _WAIT_S, *(call.next_at() for call in calls)]) - now))
+            pauses = [link.poll_at for link in links if link.poll is None and link.poll_at > now]
+            self.wake.wait(max(0.0, min([now + _WAIT_S, *pauses, *(call.next_at() for call in calls)]) - now))
         self.wake.clear()  # before the check, so that an answer during it wakes the next wait
         self._calls.wait(calls, 0.0)
 
@@ -227,6 +228,8 @@ class Verifiers:
                 continue
             first, events, counters = call.result()
             self.counters[link.verifier_id], link.answered_at = counters, self._clock.now()
+            if not link.lingers:
+                link.poll_at = link.answered_at + max(_PAUSE_S, len(self.links) * _S_PER_VERIFIER)
             if _is_at_rest(counters) and not self.has_notices:
                 link.restless = 0
             fresh = events[max(0, link.cursor - first) :]
