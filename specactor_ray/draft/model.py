@@ -31,7 +31,9 @@ from specactor_ray.sampling.rules import Rules
 
 _MOST_OF_A_COMMIT = 32
 """Tokens up to which a backlog is a commit, and not a prompt."""
-_FIRST_RESERVATION = 128
+_READ_PER_TOKEN = 8
+"""Tokens of a request for each token of room with which it is taken on, beside a window: if it has to give up its pages
+again, it has read no more than this for each token that it got."""
 
 
 class ModelProposer(SlotProposer):
@@ -162,11 +164,16 @@ class ModelProposer(SlotProposer):
         return changed
 
     def _enter(self, slot: int, late: bool) -> bool:
-        tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
-        row = self._cache.open(tokens)
-        if row is None:
+        mirrors, cache, known = self.mirrors, self._cache, int(self.mirrors.known[slot])
+        if known >= self.max_len:
+            return False
+        tokens = min(
+            known + int(mirrors.windows[slot]) + known // _READ_PER_TOKEN, int(mirrors.lasts[slot]), self.max_len
+        )
+        row = cache.open(tokens)
+        if row is None and tokens <= cache.slots_beside(self._rows[self._placed]):
             self._drop_branches()
-            row = self._cache.open(tokens)
+            row = cache.open(tokens)
         if row is None:
             return False
         self._rows[slot] = row
@@ -176,6 +183,10 @@ class ModelProposer(SlotProposer):
     def _leave(self, slot: int) -> None:
         super()._leave(slot)
         self._free(self._rows[[slot]])
+
+    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        for slot in slots[self._placed[slots] & (self.mirrors.known[slots] >= self.max_len)].tolist():
+            self._give_up(slot)  # others need its pages
 
     def _free(self, rows: np.ndarray) -> None:
         self._cache.free_rows(rows)
@@ -196,8 +207,8 @@ class ModelProposer(SlotProposer):
 
     def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
         """Make room in the cache for the tokens that each chain reads. If a main chain has no room, all branches are
-        given up; chains without room are given up, too. Returns the chains that fit into one forward, and their rows.
-        """
+        given up; chains without room are given up, too, and the request waits for pages. Returns the chains that fit
+        into one forward, and their rows."""
         counts = chains.counts
         if counts.sum() > STEP_TOKENS:
             counts = np.minimum(counts, STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
@@ -213,6 +224,7 @@ class ModelProposer(SlotProposer):
                 self._drop_branches()
             if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
                 self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
+                self._waiting[chains.slots[i]] |= chains.numbers[i] == MAIN
         left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
         left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
         return chains.at(left), rows[left]
@@ -256,6 +268,7 @@ class DraftModelProposer(ModelProposer):
         return cls(RaggedModel(model, cache), config.max_batch, config.branches)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        super()._advance(slots, same)
         placed = self._placed[slots]
         np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 

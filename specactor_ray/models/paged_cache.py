@@ -116,6 +116,12 @@ class PagedCache:
         """Number of tokens of the free pages."""
         return int(self._state.num_free[0]) * self.page_size
 
+    def slots_beside(self, rows: np.ndarray) -> int:
+        """Number of tokens of the pages that are not in `rows`, int64 `(n,)`."""
+        pages, held = self._state.table[rows], self._state.held[rows]
+        mine = np.unique(pages[np.arange(pages.shape[1]) < held[:, None]])
+        return (self.pages - len(mine)) * self.page_size
+
     def open(self, tokens: int) -> int | None:
         """An empty row with room for `tokens` tokens; None if there are too few free pages."""
         row = self.new_row()

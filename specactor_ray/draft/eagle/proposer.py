@@ -161,6 +161,7 @@ class EagleProposer(ModelProposer):
         return good
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        super()._advance(slots, same)
         self._drop_guesses(slots[self._placed[slots]])
 
     @property
@@ -169,15 +170,13 @@ class EagleProposer(ModelProposer):
 
     def add_features(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: torch.Tensor) -> None:
         """Queue states for the next `extend`. Known positions are skipped; after a gap the head restarts with less
-        context; a request that is too long for the head is given up."""
+        context."""
         if states.shape[1] != self._runner.config.feature_size:
             raise ValueError(
                 f"hidden states are {states.shape[1]} wide; the head reads {self._runner.config.feature_size} "
                 f"(layers {list(self._runner.config.exported_layers)} of the target)"
             )
         states, ends = states.to(self._states), starts.astype(np.int64) + lengths
-        for slot in slots[self._placed[slots] & (self.mirrors.known[slots] > self.max_len)].tolist():
-            self._give_up(slot)
         for i in np.flatnonzero(self._placed[slots] & (starts > self._received[slots])).tolist():
             self._begin_anew(int(slots[i]), int(starts[i]))
         new = self._placed[slots] & (ends > self._received[slots])

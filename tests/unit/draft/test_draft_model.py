@@ -149,6 +149,47 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
     check_empty(drafter)
 
 
+@pytest.mark.parametrize(("seed", "share", "branches"), [(0, 0.15, 0), (2, 0.12, 0), (2, 0.12, 4)])
+def test_requests_that_lost_their_pages_are_drafted_for_again(
+    reference: torch.nn.Module, seed: int, share: float, branches: int
+) -> None:
+    """16 requests, a few of which are long, in a part of the pages that 16 long ones need: the last ones have drafts
+    in almost every step, branches or not, and their tails are those of a fresh model."""
+    rng, prompts = np.random.default_rng(seed), [prompt[:20] for prompt in tiny_prompt_ids(16)]
+    lengths = np.clip(np.exp(rng.normal(4.9, 0.8, 16)), 20, 450).astype(int)
+    probe = RaggedModel(load(), 1 << 20).cache
+    pages = int(share * 16 * (20 + lengths.max()) / probe.page_size)
+    drafter = proposer(pages * probe.page_size * probe.bytes_per_token, branches)
+    drafter.proposer.budget, drafter.proposer.burst = 16 * (1 + branches), 8
+    samplings = [SamplingParams(temperature=1.0, seed=i, max_tokens=480) for i in range(16)]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        drafter.open(f"r{i}", prompt, (), samplings[i], 5)
+    lost, steps, left = 0, list[list[bool]](), set(range(16))
+    while left:
+        drafter.extend()
+        lost += int(drafter._waiting.sum())
+        steps.append([])
+        for i in sorted(left):
+            _, tail = drafter.tail(f"r{i}")
+            steps[-1].append(not tail)
+            right = int(np.argmin([*(rng.random(len(tail)) < 0.8), False]))
+            fresh = [*tail[:right], int(rng.integers(5, 300))]
+            assert drafter.commit(f"r{i}", len(outputs[i]), fresh)
+            outputs[i] += fresh
+            if len(outputs[i]) >= lengths[i]:
+                drafter.close(f"r{i}")
+                left.discard(i)
+        if len(steps) % 40 == 0 and left:
+            extend_fully(drafter)
+            for i in sorted(left):
+                tail = drafter.tail(f"r{i}")[1]
+                assert tail == expected_tail(reference, prompts[i], outputs[i], samplings[i], len(tail))
+    late = [one for step in steps[3 * len(steps) // 4 :] for one in step]
+    assert lost > 20 and sum(late) <= 0.05 * len(late)
+    check_empty(drafter)
+
+
 def test_a_larger_window_and_the_models_end_leave_branches_right(reference: torch.nn.Module) -> None:
     drafter, prompts = proposer(branches=4), tiny_prompt_ids(2)
     sampling = SamplingParams(temperature=1.0, seed=6, max_tokens=200)

@@ -209,14 +209,43 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
     with pytest.raises(ValueError, match="the head reads 192"):
         drafter.add_features(first.name, 0, states_of(50, 0, width=64))
-    assert drafter.commit(first.name, 0, [9] * drafter.max_len) and drafter.commit(second.name, 0, [9])
-    for _ in range(3):
-        drafter.add_features(first.name, 0, first.states)
+    assert drafter.commit(second.name, 0, [9])
+    assert drafter.commit(first.name, 0, [9] * drafter.max_len)
+    drafter.add_features(first.name, 0, first.states)
     assert not drafter.unread, "no states are kept"
     assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
     drafter.close(first.name)
     drafter.close(second.name)
     assert drafter._places == 1
+
+
+def test_a_request_that_lost_its_pages_is_opened_again_with_all_states() -> None:
+    """The cache holds one and a half of the requests; the first one ends when the second one has lost its pages."""
+    cache_bytes = EagleRunner(head(), 1 << 20).cache.bytes_per_token * 160
+    drafter, reference = ByName(EagleProposer(EagleRunner(head(), cache_bytes))), head()
+    first, second = Sequence(0, 0.0), Sequence(1, 1.0)
+    for request in (first, second):
+        request.begin(drafter, 7)
+    for _ in range(60):
+        extend_fully(drafter)
+        for request in (first, second):
+            if not drafter._waiting[drafter.slots[request.name]]:
+                request.commit(drafter, [9, 8])
+    slots = [drafter.slots[request.name] for request in (first, second)]
+    assert drafter._waiting[slots].sum() == 1
+    lost, kept = (first, second) if drafter._waiting[slots[0]] else (second, first)
+    assert not drafter.tail(lost.name)[1] and drafter.commit(lost.name, len(lost.output), [5]), "there are no pages yet"
+    lost.output.append(5)
+    drafter.close(kept.name)
+    assert not drafter.commit(lost.name, len(lost.output), [6]), "there are: to be opened again"
+    lost.output.append(6)
+    drafter.open(lost.name, lost.prompt, lost.output, lost.sampling, WINDOW)
+    lost.sent = 0
+    drafter.add_features(lost.name, *lost.new_states())
+    extend_fully(drafter)
+    assert drafter.tail(lost.name) == (len(lost.output), lost.expected(reference))
+    drafter.close(lost.name)
+    assert drafter._cache.free_slots == drafter._cache.slots, "cache was leaked"
 
 
 @pytest.mark.parametrize("branches", [0, 4])
