@@ -165,7 +165,7 @@ def _started(*configs: Config) -> Iterator[list[Rollout]]:
     """Rollouts of these configurations; several cores start them at the same time."""
     from specactor_ray.rollout.rollout import Rollout
 
-    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool, contextlib.ExitStack() as held:
+    with ThreadPoolExecutor(min(len(configs), len(os.sched_getaffinity(0)))) as pool, contextlib.ExitStack() as held:
         starting = [pool.submit(Rollout, config) for config in configs]
         for one in starting:
             held.callback(_close, one)
