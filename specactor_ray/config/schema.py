@@ -135,7 +135,8 @@ class TargetConfig:
     verifier's cores."""
     dtype: str = one_of(DTYPES, default=AUTO)
     """Data type of weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on
-    CPUs with AVX512_BF16, else float32. A resumed run keeps the resolved `auto`."""
+    CPUs with AVX512_BF16, else float32; in training on CPUs, that of trainer.dtype. A resumed run keeps the resolved
+    `auto`."""
     batch_invariant: bool = False
     """Take kernels that give a row the same bits whatever shares its batch: on GPUs, too, tokens are then those of
     plain decoding in every mode, and steps are slower. `hf` multiplies by kernels of its own, `vllm` runs in its

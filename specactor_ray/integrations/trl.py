@@ -45,6 +45,7 @@ _TEXT = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
 _MOST_CHOICES, _MOST_BYTES, _AT_A_TIME = 64, 4 << 20, 32
 """Most choices of a request to a server, bytes of its prompts as JSON, and requests at a time: together half of the
 outputs that may wait in a server, so that it has room for others."""
+_TOTALS = tuple(f"specactor_{name}_total" for name in ("committed_tokens", "row_steps", "supplied_row_steps"))
 Outputs = list[tuple[Sequence[int], Sequence[float]]]
 """Token ids and log-probabilities of each output."""
 
@@ -110,14 +111,27 @@ class _Client(abc.ABC):
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
         """Outputs in the order of the prompts, the `n` of a prompt together."""
-        prompt_ids = [list(prompt) for prompt in prompts]
+        prompt_ids, before = [list(prompt) for prompt in prompts], self.totals()
         done = self.roll_out(prompt_ids, self.sampling(seed=self._next_seed(), **arguments), n)
+        self._log(before, self.totals())
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [list(token_ids) for token_ids, _ in done],
             "logprobs": [[[value] for value in logprobs] for _, logprobs in done],
             "logprob_token_ids": [[[token] for token in token_ids] for token_ids, _ in done],
         }
+
+    @abc.abstractmethod
+    def totals(self) -> Mapping[str, float]:
+        """Totals of all verifiers by the names of `core.metrics`, those of other clients included."""
+
+    def _log(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Add what drafts did in between to the metrics that TRL logs."""
+        committed, row_steps, supplied = (after[name] - before.get(name, 0.0) for name in _TOTALS)
+        if row_steps > 0:
+            metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
+            metrics["specactor/acceptance_length"].append(committed / row_steps)
+            metrics["specactor/drafted_share"].append(supplied / row_steps)
 
     def reset_prefix_cache(self) -> None:  # noqa: B027
         """No operation: no cache outlives an update of the weights."""
@@ -184,6 +198,9 @@ class RolloutClient(_Client):
             raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
         return [(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
 
+    def totals(self) -> Mapping[str, float]:
+        return _summed((row.name, row.value) for row in self._rollout.metric_rows())
+
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rollout.update_weights(self._whole(named_params))
 
@@ -225,6 +242,10 @@ class ServerClient(_Client):
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def totals(self) -> Mapping[str, float]:
+        lines = (line.partition("{") for line in self._ask("/metrics", as_text=True).splitlines())
+        return _summed((name, float(rest.rpartition(" ")[2])) for name, _, rest in lines if name in _TOTALS)
+
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
 
@@ -233,20 +254,29 @@ class ServerClient(_Client):
             save_file(tensors, Path(folder, "model.safetensors"))
             self._ask("/update_weights", {"weight_dir": folder})
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, as_text: bool = False) -> Any:
         """Send a request and return its answer; with a body it is a POST. Waits while too many outputs wait there."""
         from httpx import HTTPError
 
         try:
             while (answer := self._http.request("GET" if body is None else "POST", path, json=body)).status_code == 429:
                 time.sleep(float(answer.headers.get("Retry-After", 1)))
-            content = None if answer.is_error else answer.json()
+            content = None if answer.is_error else answer.text if as_text else answer.json()
         except (HTTPError, ValueError) as error:
             url = self._http.base_url.join(path)
             raise InputError(f"{url} does not answer: {error}. Fix: start `specactor serve`") from None
         if answer.is_error:
             raise InputError(f"{answer.url}: {answer.status_code}: {answer.text[:2000]}")
         return content
+
+
+def _summed(values: Iterable[tuple[str, float]]) -> Mapping[str, float]:
+    """Sum over the verifiers of each of `_TOTALS`."""
+    sums = dict.fromkeys(_TOTALS, 0.0)
+    for name, value in values:
+        if name in sums:
+            sums[name] += value
+    return sums
 
 
 def _parts(prompts: Sequence[Sequence[int]], n: int) -> Iterator[range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def train(config: Config, console: Console, watch: Watch = lambda parts: None) -
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints are kept.
     """
     keep_dtype = config.target.dtype == AUTO
-    config, lines = refuse_early(config, trains=True)
+    config, lines = refuse_early(with_trainers_dtype(config), trains=True)
     for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder:
             require_folder(Path(folder).expanduser(), key)
@@ -127,6 +128,23 @@ def _tokenizer(config: Config) -> Any:
 # ---- checks that need no cluster ----
 
 
+def with_trainers_dtype(config: Config) -> Config:
+    """A copy in which `target.dtype: auto` is the trainer's float32 on CPUs, so that both compute the same
+    log-probabilities. It stays on GPUs, where float32 takes several times as long."""
+    if config.target.dtype != AUTO or config.target.gpus or config.trainer.dtype != "float32":
+        return config
+    return replace(config, target=replace(config.target, dtype=config.trainer.dtype))
+
+
+def dtype_note(config: Config) -> list[str]:
+    """A line about the types of rollout and update, if they differ: so do the log-probabilities of the same tokens."""
+    ours, trainers = config.target.dtype, config.trainer.dtype
+    if ours == trainers:
+        return []
+    what = f"target.dtype is {ours}, and trainer.dtype {trainers}: log-probabilities of rollout and update differ (gap)"
+    return [f"{what}; target.dtype={trainers} makes them equal, algorithm.importance_cap corrects for it"]
+
+
 def prepare(config: Config) -> None:
     """Set values that depend on other sections, and refuse what cannot work. Raises ConfigError."""
     validate_training(config)
@@ -178,7 +196,7 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
-    for note in start_notes(config):
+    for note in (*dtype_note(config), *start_notes(config)):
         say(console, note)
     if run.checkpoint is not None:
         say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")

@@ -55,7 +55,6 @@ def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
         f"run.name={name}",
         f"data.path={tasks}",
         f"target.model={tiny.tiny_target()}",
-        "target.dtype=float32",
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
         "drafters=[{method: ngram, hosted: false}]",

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 3
 GAP = "sampling/sampling_logp_difference/max"
 """Between the log-probabilities of the rollout's tokens, as it returned them and as the trainer computes them."""
+DRAFTS = ("specactor/acceptance_length", "specactor/drafted_share")
 PARTS = {
     "trl.generation.vllm_generation.VLLMGeneration": (
         *("_init_vllm", "vllm_client", "accelerator", "sync_weights", "generate(prompts)"),
@@ -43,6 +44,7 @@ PARTS = {
         ("trl.GRPOTrainer", "trl.RLOOTrainer"),
         (
             *("vllm_generation", "use_vllm", "vllm_mode", "_last_loaded_step", "_is_vlm", "_tokenizer"),
+            "_metrics",
             *("eos_token_ids", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
             "max_completion_length",
         ),
@@ -127,12 +129,13 @@ def test_grpo_learns_the_same_with_drafts_and_without(drafting: Rollout, tmp_pat
     with_drafts.train()
     assert drafting.weight_version == version + STEPS, "a push before each step"
     assert drafting.metrics().drafted_tokens > 0
+    assert all(length > 1.0 and 0.0 < share <= 1.0 for length, share in rows(with_drafts, *DRAFTS))
     with start("plain") as plain:
         without = trainer(tmp_path / "plain")
         attach(without, plain)
         without.train()
     assert len(steps(without)) == STEPS
-    assert rows(with_drafts, *names) == rows(without, *names)
+    assert rows(with_drafts, *names) == rows(without, *names) and set(rows(without, *DRAFTS)) == {(1.0, 0.0)}
     assert len({row["reward"] for row in steps(without)}) == STEPS, "every step samples anew"
     assert all(row[GAP] < 1e-3 for done in (with_drafts, without) for row in steps(done)), "weights are in step"
     for first, second in zip(rows(with_drafts, "loss", "grad_norm"), rows(without, "loss", "grad_norm"), strict=True):
@@ -152,6 +155,7 @@ def test_rloo_over_http_generates_what_it_does_here(drafting: Rollout, tmp_path:
     attach(here, drafting)
     here.train()
     assert len(steps(here)) == STEPS and rows(over_http, *names) == rows(here, *names)
+    assert all(length > 1.0 and share > 0.0 for length, share in rows(over_http, *DRAFTS))
     assert all(row.get(GAP, 0.0) < 1e-3 for row in steps(over_http)), "weights are in step"
 
 
@@ -193,7 +197,7 @@ def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_pat
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     names = ("reward", "completions/mean_length")
     assert rows(again, *names)[-1] == rows(whole, *names)[-1]
-    assert len([row for row in whole.state.log_history if "eval_reward" in row]) == STEPS
+    assert len([row for row in whole.state.log_history if "eval_reward" in row and f"eval_{DRAFTS[0]}" in row]) == STEPS
 
 
 @pytest.mark.parametrize(

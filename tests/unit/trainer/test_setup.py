@@ -15,11 +15,12 @@ import pytest
 
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
+from specactor_ray.core import environment
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.runs.training import open_run, read_metrics
-from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
+from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepare, with_trainers_dtype
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 
@@ -135,6 +136,26 @@ def test_rewards_that_may_fail_have_no_trial_that_refuses(tmp_path: Path, caplog
     never = "reward.functions=[{name: 'tests.fakes.reward_functions:not_a_number'}]"
     checked_tasks(settings(tmp_path, never, "reward.failure_value=0.0"))
     assert "not_a_number gave no reward to made-up outputs for the first tasks: 4 x ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "note"),
+    [
+        ([], "float32", ""),
+        (["target.dtype=bfloat16"], "bfloat16", "target.dtype is bfloat16, and trainer.dtype float32: .*=float32"),
+        (["target.gpus=1"], "auto", ""),  # resolved later, to bfloat16
+        (["trainer.dtype=bfloat16", "target.dtype=float32"], "float32", "trainer.dtype bfloat16"),
+    ],
+)
+def test_rollout_and_trainer_compute_in_one_type_or_the_start_says_so(
+    overrides: list[str], dtype: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "hardware", lambda: {"vector": ["avx512_bf16"]})
+    config = with_trainers_dtype(settings(tmp_path, *overrides))
+    assert config.target.dtype == dtype
+    config.target.dtype = environment.fitting_dtype(dtype, config.target.gpus > 0)
+    expected = note or ("target.dtype is bfloat16" if config.target.gpus else "")
+    assert re.search(expected, " ".join(dtype_note(config))) and bool(dtype_note(config)) == bool(expected)
 
 
 def test_the_memory_plan(tmp_path: Path) -> None:

