@@ -16,12 +16,12 @@ HIDES = """
 import sys
 from importlib.machinery import PathFinder
 
-class Hiding:
+class Hiding(PathFinder):
     names = {names}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in cls.names else PathFinder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in cls.names else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 """

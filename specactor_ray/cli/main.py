@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from specactor_ray.cli.report import (
     ladder_table,
     reason_lines,
     rollout_table,
+    training_table,
 )
 from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
@@ -125,7 +127,12 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
 
     outcome = run_training(settings, progress)
     more = "; the same command with resume=auto continues" if outcome.status == "interrupted" else ""
-    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; results: {outcome.folder}{more}")
+    console = make_console()
+    console.print(training_table(outcome.summary))
+    if (best := outcome.summary["results"]["best_checkpoint"]) is not None:
+        use = f"specactor rollout target.model={shlex.quote(best)}/weights data.path=PROMPTS.jsonl"
+        say(console, f"the best checkpoint: {use}")
+    say(console, f"{outcome.status}: {outcome.summary['steps']} steps; results: {outcome.folder}{more}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -58,6 +58,23 @@ def _reward_rows(rewards: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
         yield ", ".join(passes), ", ".join(f"{value:.1%}" for value in passes.values())
 
 
+def training_table(summary: Mapping[str, Any]) -> Table:
+    """What a training run came to."""
+    found = summary["results"]
+
+    def number(name: str, form: str) -> str:
+        return "-" if found[name] is None else form.format(found[name])
+
+    reward = ", ".join(f"{number(f'{which}_reward', '{:.3f}')} {which}" for which in ("first", "last", "best"))
+    figures = (
+        ("reward", f"{reward} (step {number('best_step', '{}')}); means of the training samples of a step"),
+        ("tokens/s", number("tokens_per_s", "{:.1f}")),
+        ("acceptance length", number("acceptance_length", "{:.2f} tokens per request and step")),
+        ("rollout", number("rollout_share", "{:.0%} of the time of a step")),
+    )
+    return figures_table(f"train {summary['run']} ({summary['status']})", figures)
+
+
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     """The most frequent reasons of failure, one line each."""
     ranked = sorted(reasons.items(), key=lambda item: -item[1])

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -110,14 +110,19 @@ class CheckpointStore:
             sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
             keep = set(sound[-self._keep_last :])
             if self._keep_best:
-                rewards = {path: reward for path in sound if (reward := read_state(path).reward) is not None}
-                keep |= {max(rewards, key=lambda path: rewards[path])} if rewards else set()
+                keep |= {best for best in (best_of(sound),) if best is not None}
         except OSError as error:  # the new one is saved nevertheless
             logger.warning("old checkpoints in %s stay: %s", self.folder, error)
             return
         for path in older:
             if path not in keep:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def best_of(checkpoints: Iterable[Path]) -> Path | None:
+    """The one with the best reward; None if none has one. Raises InputError for one that is not sound."""
+    rewards = {path: reward for path in checkpoints if (reward := read_state(path).reward) is not None}
+    return max(rewards, key=rewards.__getitem__, default=None)
 
 
 def open_checkpoint(path: Path) -> tuple[Path, TrainState]:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.preflight import identity_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.runs.checkpoint import best_of, find_damage
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
 from specactor_ray.trainer.gap import GapRule
@@ -180,6 +181,7 @@ class StepRecorder:
             "checkpoint_failures": checkpoint_failures,
             "metrics_pending": len(self._pending),
             "totals": totals_of(records, self._seconds),
+            "results": {**results_of(records), "best_checkpoint": self._best_checkpoint()},
             "fallbacks": self._rollout.fallbacks(),
             "identity": identity_of(self._config).to_dict(),
             "drafters": self._rollout.drafters(),
@@ -197,6 +199,11 @@ class StepRecorder:
     def problem(self) -> str:
         """Why the run must end, by what was recorded; empty while there is no reason."""
         return self._gap.problem
+
+    def _best_checkpoint(self) -> str | None:
+        found = [path for path in self._run.store.all() if find_damage(path, sums=False) is None]
+        best = best_of(found) or (found[-1] if found else None)
+        return None if best is None else str(best)
 
     def _recorded(self) -> list[dict[str, Any]]:
         """Records in the file, as far as it can be read."""
@@ -336,6 +343,31 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for method, (drafted, accepted) in record["speed"].get("by_method", {}).items():
         if drafted:
             yield f"speed/acceptance_rate/{method}", accepted / drafted
+
+
+def results_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run came to: its first, last and best reward and the step of the best; over all steps tokens per second
+    of rollout, acceptance length and rollout's share of the time. None where no step has a number."""
+    rewards = {
+        one["step"]: one["train"]["reward_mean"] for one in records if one["train"].get("reward_mean") is not None
+    }
+    best = max(rewards, key=rewards.__getitem__, default=None)
+
+    def over_all(amount: str, rate: str) -> float | None:
+        pairs = [(one["speed"][amount], one["speed"][rate]) for one in records if one["speed"].get(rate)]
+        steps = sum(tokens / each for tokens, each in pairs)
+        return sum(tokens for tokens, _ in pairs) / steps if steps else None
+
+    seconds = [sum(one["seconds"].get(phase, 0.0) for one in records) for phase in ("rollout", "step")]
+    return {
+        "first_reward": next(iter(rewards.values()), None),
+        "last_reward": next(reversed(rewards.values()), None),
+        "best_reward": rewards.get(best),
+        "best_step": best,
+        "tokens_per_s": over_all("generated_tokens", "tokens_per_s"),
+        "acceptance_length": over_all("tokens", "acceptance_length"),
+        "rollout_share": seconds[0] / seconds[1] if seconds[1] else None,
+    }
 
 
 def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def test_a_run_that_is_killed_and_terminated_goes_on_as_if_nothing_had_happened(
     whole = command(settings(tasks, folder, "whole", *common))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output
+    shown = re.search(r"best checkpoint: specactor rollout target\.model=(\S+)", output)
+    assert shown is not None and Path(shown[1], "model.safetensors").is_file() and " of the time of a step" in output
 
     killed = command(settings(tasks, folder, "killed", *common))
     wait_for_steps(killed, folder / "killed" / "metrics.jsonl", 3)

@@ -15,7 +15,15 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, step_line, totals_of
+from specactor_ray.trainer.record import (
+    PresentWork,
+    StepRecorder,
+    numbers,
+    results_of,
+    staleness_of,
+    step_line,
+    totals_of,
+)
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
@@ -86,6 +94,34 @@ def test_drafted_tokens_are_counted_by_method() -> None:
     tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
     assert tracked == {"speed/acceptance_rate/eagle": 0.45}
     assert totals_of(RECORDS, {})["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
+
+
+def test_what_a_run_came_to() -> None:
+    """Rates over all steps: of 30 + 60 tokens in 1 + 4 seconds, in 20 + 30 steps of requests."""
+    speeds = [(30, 30.0, 1.5), (60, 15.0, 2.0)]
+    speed = [dict(zip(("generated_tokens", "tokens_per_s", "acceptance_length"), one, strict=True)) for one in speeds]
+    rewards, seconds = [0.25, 0.75], [{"rollout": 1.0, "step": 5.0}, {"rollout": 4.0, "step": 15.0}]
+    records: list[dict[str, Any]] = [
+        {
+            "step": step,
+            "train": {"reward_mean": reward},
+            "speed": {**fast, "tokens": fast["generated_tokens"]},
+            "seconds": s,
+        }
+        for step, (reward, fast, s) in enumerate(zip(rewards, speed, seconds, strict=True), start=1)
+    ]
+    unscored = {"step": 3, "train": {"reward_mean": None}, "speed": dict.fromkeys(speed[0], 0.0), "seconds": {}}
+    found = results_of([*records, {**unscored, "speed": {**unscored["speed"], "tokens": 0}}])
+    assert found == {
+        "first_reward": 0.25,
+        "last_reward": 0.75,
+        "best_reward": 0.75,
+        "best_step": 2,
+        "tokens_per_s": 18.0,
+        "acceptance_length": 1.8,
+        "rollout_share": 0.25,
+    }
+    assert set(results_of([]).values()) == {None}
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "logprob_gap", "logprob_gap_max"), 0.0)
