@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ EXCLUDES = (
     *("auth_token", "credentials.json", "application_default_credentials.json", "kaggle.json"),
 )
 """Files that are not uploaded with the package: files without use there, and places of secrets."""
+WEIGHTS = ("*.pt", "*.pth", "*.safetensors", "*.gguf", "*.ckpt", "pytorch_model*.bin", "checkpoints", "checkpoint-*")
+"""Files of models and checkpoints, which are not uploaded either."""
+_MOST_BYTES, _ENTRY_BYTES = 100 << 20, 300
+"""Largest upload that Ray's dashboard accepts, and what a file takes in it beside its content, at most."""
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _AGENT_TIMEOUT_S = 60.0
 _STOP_WAIT_S = "120"
@@ -64,6 +69,7 @@ def submit(
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
+    say(console, upload_line(environment))
     entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
     # Ray's own variables override the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
@@ -93,8 +99,9 @@ def _default_address() -> str:
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
-    """The job's environment: this folder, without the files in `EXCLUDES`, and the settings of the file. A line such as
-    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless. InputError if the file is not usable."""
+    """The job's environment: this folder, without the files in `EXCLUDES` and `WEIGHTS`, and the settings of the file.
+    A line such as `!data/ca.pem` among the file's `excludes` uploads that one nevertheless. InputError if the file is
+    not usable."""
     given: Any = {}
     try:
         if path is not None:
@@ -108,9 +115,49 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     for key, kind in (("excludes", list), ("env_vars", dict)):
         if not isinstance(given.get(key) or kind(), kind):
             raise InputError(f"--runtime-env: {key} in {path} is no {'list' if kind is list else 'mapping'}")
-    excludes = [*EXCLUDES, *(given.get("excludes") or ())]
+    excludes = [*EXCLUDES, *WEIGHTS, *(given.get("excludes") or ())]
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **(given.get("env_vars") or {})}
     return {"working_dir": os.getcwd(), **given, "excludes": excludes, "env_vars": variables}
+
+
+def upload_line(environment: Mapping[str, Any]) -> str:
+    """What will be uploaded and what is left out, with sizes. InputError if Ray would refuse it for its size."""
+    folder, excludes = Path(str(environment["working_dir"])), environment["excludes"]
+    if not folder.is_dir():  # an archive, or an address of one
+        return f"working_dir: {redacted(str(folder))}"
+    sizes = _sizes(folder, excludes)
+    weights = _sizes(folder, [one for one in excludes if one not in WEIGHTS])
+    left_out = sum(weights.values()) - sum(sizes.values())
+    by_entry = Counter[str]()
+    for path, size in sizes.items():
+        by_entry[path.parts[0]] += size
+    largest = ", ".join(f"{name} {_mib(size)}" for name, size in by_entry.most_common(3))
+    what = f"{len(sizes)} files of {folder} with {_mib(sum(sizes.values()))} (most: {largest or 'none'})"
+    if left_out:
+        what += f"; {len(weights) - len(sizes)} files of weights with {_mib(left_out)} are left out"
+    if sum(sizes.values()) + _ENTRY_BYTES * len(sizes) > _MOST_BYTES:
+        fix = f"`excludes: [{by_entry.most_common(1)[0][0]}]` in a file for --runtime-env, or lines in .rayignore"
+        raise InputError(f"submit uploads {what}, and Ray accepts {_mib(_MOST_BYTES)}. Fix: {fix}")
+    return f"uploading {what}"
+
+
+def _sizes(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
+    """Bytes of each file that Ray packs, by its path in the folder; Ray does not compress them."""
+    from ray._private.runtime_env import packaging
+
+    sizes = dict[Path, int]()
+
+    def add(path: Path) -> None:
+        if path.is_file():
+            sizes[path.relative_to(folder)] = path.stat().st_size
+
+    ignores = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    packaging._dir_travel(folder, [packaging._get_excludes(folder, list(excludes))], add, include_gitignore=ignores)
+    return sizes
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:

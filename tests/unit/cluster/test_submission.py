@@ -13,7 +13,7 @@ import pytest
 from ray._private.runtime_env.packaging import create_package
 from rich.console import Console
 
-from specactor_ray.cluster.submission import read_runtime_env, submit
+from specactor_ray.cluster.submission import read_runtime_env, submit, upload_line
 from specactor_ray.core.errors import InputError
 
 SECRETS = (
@@ -32,12 +32,14 @@ def uploaded(folder: Path, environment: dict) -> set[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
     folder = tmp_path / "project"
     for name in (*SECRETS, *WANTED):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
+    monkeypatch.chdir(folder)
     return folder
 
 
@@ -61,7 +63,6 @@ def test_the_given_address_takes_precedence(
         used.append((address, os.environ["RAY_API_SERVER_ADDRESS"]))
         return Mock(submit_job=lambda **_: "job1")
 
-    monkeypatch.chdir(folder)
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", variable)
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", client)
@@ -80,6 +81,26 @@ def test_own_excludes_come_on_top(folder: Path, tmp_path: Path) -> None:
     own.write_text("excludes: [data, '!app/certificates/ca.pem']\n")
     wanted = {*WANTED, "app/certificates/ca.pem"} - {"data/tasks.jsonl"}
     assert uploaded(folder, read_runtime_env(own)) == wanted
+
+
+def test_an_upload_is_counted_and_refused_before_it_begins(folder: Path, tmp_path: Path) -> None:
+    """Of the files that Ray packs; weights are left out, but for those that are named."""
+    for name, size in (("trl-run/checkpoint-3/optimizer.pt", 5 << 20), ("model/model.safetensors", 3 << 20)):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x" * size)
+    (folder / "data" / "log.txt").write_bytes(b"x" * (2 << 20))
+    environment = read_runtime_env(None)
+    assert uploaded(folder, environment) == {*WANTED, "data/log.txt"}
+    line = upload_line(environment)
+    assert f"uploading 6 files of {folder} with 2.0 MiB (most: data 2.0 MiB, " in line
+    assert "; 2 files of weights with 8.0 MiB are left out" in line
+    own = tmp_path / "env.yaml"
+    own.write_text("excludes: ['!model/model.safetensors']\n")
+    assert "uploading 7 files of" in upload_line(read_runtime_env(own))
+    with (folder / "data" / "log.txt").open("ab") as file:
+        file.truncate(100 << 20)  # holds no blocks
+    with pytest.raises(InputError, match=r"with 100\.0 MiB .*Ray accepts 100\.0 MiB\. Fix: `excludes: \[data\]` in"):
+        upload_line(environment)
 
 
 @pytest.mark.parametrize(

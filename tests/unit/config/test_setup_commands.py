@@ -71,15 +71,15 @@ def test_a_gpu_without_a_cuda_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch
     assert gpus.state is State.WRONG and "CPU build" in gpus.fix
 
 
-def test_the_manifest_runs_a_command_of_the_readme() -> None:
+def test_the_manifest_runs_a_command_of_the_documents() -> None:
     job: dict[str, Any] = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
     _python, _m, module, *arguments = shlex.split(spec["entrypoint"])
     name = module.removeprefix("specactor_ray.jobs.")
     check_job_arguments(SUBMITTABLE[name].split(), arguments)
-    in_readme = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if f"-m {module}" in line]
-    (line,) = in_readme
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    (line,) = [line for line in page.splitlines() if f"-m {module}" in line]
     assert [one for one in arguments if not one.startswith("run.dir=")] == shlex.split(line.partition(module)[2])
     cluster = spec["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}\n" in (REPOSITORY / "constraints.txt").read_text()
