@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,6 +155,18 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
     with pytest.raises(ConfigError, match="not a regular expression") as refused:
         validate_training(config)
     assert refused.value.key == "reward.answer_pattern"
+
+
+def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    (pattern,) = re.findall(r"'reward.answer_pattern=(.*?)'", page)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    score = Scorer(RewardConfig([RewardFunctionConfig("my_rewards:gsm8k")], answer_pattern=pattern))
+    reference = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
+    texts = ("It is 48, so 1072.", "**1,072**", "107", "none")
+    assert [score(sample(text, reference)) for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
