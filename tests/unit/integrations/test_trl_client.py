@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.integrations import trl
 from specactor_ray.integrations.trl import ServerClient
@@ -64,6 +66,23 @@ def test_a_full_server_is_waited_for() -> None:
     engine = ScriptedEngine(max_waiting=64)
     done = outputs([[1]] * 40, 8, engine)
     assert [ids for ids, _ in done] == [expected(number, sample) for number in range(40) for sample in range(8)]
+
+
+def test_what_drafts_did_is_logged_by_trl() -> None:
+    """Of both verifiers, between two reports; nothing where no request ran."""
+    service, counters = make_service(ScriptedEngine()), {"committed_tokens": 0, "row_steps": 0, "supplied_row_steps": 0}
+    names = [(f"specactor_{name}_total", name, actor) for name in counters for actor in ("verifier-0", "verifier-1")]
+    service.rollout.metric_rows = lambda: [row(full, counters[name], actor=actor) for full, name, actor in names]
+    metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
+    trainer = SimpleNamespace(_tokenizer=tokenizer(), _metrics=metrics, model=SimpleNamespace(training=True))
+    with serving(service) as url:
+        client = ServerClient(trainer, url)
+        before = client.totals()
+        client._log(before, before)
+        counters.update(committed_tokens=60, row_steps=40, supplied_row_steps=10)
+        client._log(before, client.totals())
+    logged = {"specactor/acceptance_length": [1.5], "specactor/drafted_share": [0.25]}
+    assert metrics["train"] == logged and not metrics["eval"]
 
 
 def test_a_rollout_of_this_process_needs_no_httpx() -> None:
