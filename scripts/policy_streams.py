@@ -266,6 +266,7 @@ class BestModel(Assigner):
         table.begun[decoding] = True
         released: list[tuple[int, int]] = []
         for seat, drafter in self._policy.drafters.items():
+            drafter.watches = seat != best
             if seat != best:
                 drafter.token_s = 0.0  # an idle model costs nothing
                 released += [(seat, int(row)) for row in decoding if table.assigned[seat, row]]
@@ -314,7 +315,7 @@ def run(stream: Stream, rows: int, slope: float, coupled: bool, seed: int = 0, o
         engine.beside = models
         loop.set_drafters({one.drafter_id: DrafterLink(spec, one.link) for spec, one in pairs})
     limits = [SamplingParams(seed=number, max_tokens=1 << 17) for number in range(rows)]
-    loop.submit([TargetRequest(str(number), (1,), one) for number, one in enumerate(limits)])
+    loop.submit([TargetRequest(str(number), (1,) * PROMPT, one) for number, one in enumerate(limits)])
     loop.put(lambda: [setattr(one, "token_s", D) for one in drafting.policy.drafters.values()])
     steps, table, read = stream.rates.shape[1], drafting.table, 0
     totals, assigned = np.zeros((2, steps + 1)), np.zeros((steps, len(methods)), np.int64)

@@ -97,8 +97,33 @@ def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any,
     return unknown
 
 
+ROW_TRIES, METHOD_TRIES = 64.0, 256.0
+"""Memory for a request, and for a method: the draft tokens that count in the end."""
+_RECENT = 16.0
+"""Share of the newest of them, which replace the others where they differ beyond chance."""
+_CHANCE = 13.0
+"""Squared difference, in variances, beyond chance."""
+
+
 @_jit
-def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
+def _observe(evidence: Any, right: int, tried: int, memory: float) -> bool:
+    """Add draft tokens to hits and tries, and to the newest hits and tries, `(4,)`. Returns whether the acceptance has
+    changed, so that only the newest count from now on."""
+    for at, most in ((0, memory), (2, max(memory / _RECENT, float(tried)))):
+        keep = max(1.0 - tried / most, 0.0)
+        evidence[at] = keep * evidence[at] + right
+        evidence[at + 1] = keep * evidence[at + 1] + tried
+    tries, newest = evidence[1], evidence[3]
+    rate = (evidence[0] + 0.5) / (tries + 1.0)
+    spread = newest * rate * (1.0 - rate) / (2.0 - min(tried * _RECENT / memory, 1.0))  # of an exponential mean
+    changed = (evidence[2] - newest * rate) ** 2 > _CHANCE * spread
+    if changed:
+        evidence[:2] = evidence[2:]
+    return bool(changed)
+
+
+@_jit
+def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
     """Append committed tokens, count verified ones, and keep the tails that agree with the new tokens and reach past
     them. Hits and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`),
     those of the first tails only."""
@@ -106,6 +131,7 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     committed, output, evidence = table.committed, table.output, table.evidence
     length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
     places, window, first = tail.shape[2], tail.shape[3], 0
+    sums, fresh_of = np.zeros((2, *ranges.shape[1:]), np.int64), np.zeros((len(rows), evidence.shape[1]), np.bool_)
     counts[0] += len(rows)  # in the order of `COUNTS`
     counts[1] += len(tokens)
     for i in range(len(rows)):
@@ -132,10 +158,10 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
                     right += 1
                 if k == 0:
                     tried = min(right + 1, tested)
-                    evidence[0, kind, row] += right
-                    evidence[1, kind, row] += tried
-                    all_evidence[0, kind, part] += right
-                    all_evidence[1, kind, part] += tried
+                    _observe(evidence[:, kind, row], right, tried, ROW_TRIES)
+                    fresh_of[i, kind] = True
+                    sums[0, kind, part] += right
+                    sums[1, kind, part] += tried
                     counts[REFUTED] += right < tested
                 length[seat, row, k] = 0
                 if right == fresh and have > fresh:
@@ -146,6 +172,21 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
                     place += 1
         committed[row] = start + fresh
         first += fresh
+    for kind in range(sums.shape[1]):
+        right, tried = sums[0, kind].sum(), sums[1, kind].sum()
+        if tried == 0:
+            continue
+        changed = _observe(methods[:, kind], right, tried, METHOD_TRIES)
+        for part in range(sums.shape[2]):
+            keep = 0.0 if changed else max(1.0 - sums[1, kind, part] / METHOD_TRIES, 0.0)
+            for at in range(2):
+                ranges[at, kind, part] = keep * ranges[at, kind, part] + sums[at, kind, part]
+        # Other requests forget as fast, and at once what is no longer true of all.
+        keep = 0.0 if changed else max(1.0 - tried / fresh_of[:, kind].sum() / ROW_TRIES, 0.0)
+        for i in range(len(rows)):
+            if changed or not fresh_of[i, kind]:
+                for at in range(4):
+                    evidence[at, kind, rows[i]] *= keep
 
 
 _PARTS = 256

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,11 +63,18 @@ class DrafterSeat(Drafter):
         super().__init__(drafter_id, drafter.spec, hosted=isinstance(drafter, HostedDrafter))
         self.link, self.number, self._table = drafter.link, number, table
         self._session, self._begun, self._states_of = session, False, states_of
+        self.opened = 0
+        """Tokens of the requests that the newest batch opens."""
         self._proposer = drafter.loop.proposer if isinstance(drafter, HostedDrafter) else None
+        self._take_turn = drafter.loop.take_turn if isinstance(drafter, HostedDrafter) else lambda most: 0
         # Row and generation of requests to close at the drafter → whether they are finished.
         self._closed: dict[tuple[int, int], bool] = {}
         # Row, generation, output position and tokens of the unsent ends of finished requests.
         self._last: list[tuple[int, int, int, np.ndarray]] = []
+
+    def draft(self, most: int) -> int:
+        """See `DraftLoop.take_turn`; 0 for a drafter in another process."""
+        return self._take_turn(most)
 
     def let_go(self, row: int, generation: int) -> None:
         """Close a request for which the drafter does not draft any more, or should not have drafted."""
@@ -95,6 +102,7 @@ class DrafterSeat(Drafter):
         sent, mine = table.sent[number], np.flatnonzero(table.assigned[number]).astype(np.int32)
         begun = sent[mine] >= 0
         opened = tuple(map(self._opening, mine[~begun].tolist()))
+        self.opened = sum(len(one.prompt_token_ids) + len(one.committed_token_ids) for one in opened)
         states = self._unsent_states(mine)
         fresh = sent[mine] < table.committed[mine]
         if states is not None:  # those without new tokens come with a commit of none
@@ -215,13 +223,26 @@ class Drafting:
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 
-    def flush(self, *, models_turn: bool = True) -> None:
+    def flush(self, turns: Container[int] | None = None) -> None:
         """Send news to drafters, unless the last delivery is under way; models of the verifier's own thread get all
-        news since their last turn at their turn only."""
+        news since their last turn at their turn only. `turns`: seats of those with a turn; default: all."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None
-            if models_turn or not seat.takes_turns:
+            if turns is None or seat.number in turns or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
+
+    def take_turns(self, rows: np.ndarray, now: Callable[[], float]) -> None:
+        """Let models of this thread draft for these rows, as far as that pays or is tried."""
+        if not (turns := self.policy.turns(rows)):
+            return
+        self.flush(turns)
+        for number, most in turns.items():
+            seat, left, begin = self._seats[number], most, now()
+            while left > 0 and (drafted := seat.draft(left)):
+                left -= drafted
+            self.policy.spent(number, now() - begin, most - left, seat.opened)
+            seat.opened = 0
+        self.take_messages()
 
     def revise(self, rows: np.ndarray) -> None:
         """Revise the assignments before a step over these rows, if a revision is due."""
@@ -244,8 +265,6 @@ class Drafting:
     def commit(self, step: Committed) -> None:
         """Commit the tokens of a step, and learn from the tails."""
         self.table.commit(step, self.policy.acceptance)
-        if self._seats:
-            self.policy.acceptance.fade(self.table)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of links, malformed messages and the draft ladder; for any thread."""

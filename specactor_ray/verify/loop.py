@@ -163,7 +163,8 @@ class VerifyLoop(Loop):
         if not self._engine.has_work():
             self._drafting.take_messages()
             self._drafting.flush()
-            self._draft()  # only closes of ended requests
+            for drafter in self._hosted:
+                drafter.loop.take_turn(1)  # only closes of ended requests
             self._suspension.end()  # the next requests may be different
             return False
         rows = self._engine.decoding()
@@ -173,7 +174,7 @@ class VerifyLoop(Loop):
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:
-            self._drafting.flush(models_turn=False)
+            self._drafting.flush(())
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
         self._requests.plain.record(result, len(rows), accepted, seconds, self._lookups_s)
@@ -198,17 +199,9 @@ class VerifyLoop(Loop):
             return 0.0
         begin += self._lookups_s
         self._await_tails(rows, begin)
-        if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
-            drafting.flush()
-            while rounds and (drafted := self._draft(rounds)):
-                rounds = max(rounds - drafted, 0)
-            drafting.take_messages()
+        if self._has_models:
+            drafting.take_turns(rows, self._clock.now)
         return self._clock.now() - begin
-
-    def _draft(self, most: int = 1) -> int:
-        """Run one step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests.
-        Returns the number of drafted tokens, or 0 without work."""
-        return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
     def _await_tails(self, rows: np.ndarray, begin: float) -> None:
         """Wait up to `speculation.draft_wait_s` for tails of requests without one, since drafters of other processes

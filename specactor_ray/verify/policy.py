@@ -27,15 +27,16 @@ _FIRST_ROUNDS = 3
 """Rounds of drafting while the seconds of a round are unknown."""
 _RETURN_GAIN = 0.05
 """Least predicted gain of rounds if models must first read more than a window of commits."""
+BUDGET = 0.01
+"""Share of the seconds that trials of drafts that do not pay may take."""
+_DEBT = 8.0
+"""Trials of which the newest draft tokens promise more than those before, on credit."""
 PROBE_STEPS = 8
-"""Steps with drafts before their speed is compared, after a first one that does not count; after four times as many
-without a suspension the next one is short again."""
+"""Steps with drafts before their speed is compared, after a first one that does not count."""
 TELL_EVERY = 16
 """Period, in steps of a suspension, at which commits are sent to drafters."""
 _STEP_FADE = 1.0 - 1.0 / 48.0
 """Weight that a step with drafts loses with each one after it."""
-_SHORTEST, _LONGEST = 2, 256
-"""Least and most steps of a suspension, which is four times as long if drafts do not pay after it either."""
 _FEWER = 0.5
 """Share of its initial requests at which a suspension ends early."""
 _OWN_WEIGHT = 0.1
@@ -56,6 +57,12 @@ class Drafter:
     """Whether it can be reached."""
     hosted: bool = False
     """Whether the verifier's own thread runs it."""
+    watches: bool = False
+    """Whether it drafts only so that it can be compared (`racing.WATCHED`)."""
+    read_s: float = 0.0
+    """Seconds in which it reads a token of a request that is opened, where it takes turns; 0 if unknown."""
+    tried: int = 0
+    """Number of its newest trial."""
 
     @property
     def takes_turns(self) -> bool:
@@ -81,7 +88,7 @@ class Suspension:
     steps without the wait, the draft positions and the additional Python. A slow machine favours neither."""
 
     def __init__(self) -> None:
-        self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one
+        self._left = 0  # remaining steps of this suspension
         self._rows = 0  # requests at its begin
         self._steps = 0  # steps with drafts since the last suspension
         self._sums = np.zeros(4)  # tokens and seconds of these steps; the same for plain steps in their place
@@ -99,7 +106,7 @@ class Suspension:
 
     def end(self) -> None:
         """Resume drafting now."""
-        self._left, self._steps, self._spell = 0, 0, _SHORTEST
+        self._left, self._steps = 0, 0
 
     def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
         """Record a step of `seconds`, of which `drafting_s` for waiting for drafts and verifying them, and `own_s` in
@@ -123,11 +130,9 @@ class Suspension:
         if self._steps <= PROBE_STEPS:
             return
         tokens, seconds, plain_tokens, plain_s = self._sums
-        if tokens * plain_s < plain_tokens * seconds:
-            self._left, self._steps, self._rows = self._spell, 0, num_rows
-            self._spell = min(4 * self._spell, _LONGEST)
-        elif self._steps > 4 * PROBE_STEPS:
-            self._spell = _SHORTEST
+        lost_s, allowed_s = seconds - tokens * plain_s / plain_tokens, BUDGET * seconds
+        if lost_s > allowed_s:
+            self._left, self._steps, self._rows = int(PROBE_STEPS * lost_s / allowed_s), 0, num_rows
 
 
 class DraftPolicy:
@@ -148,13 +153,14 @@ class DraftPolicy:
         """Longest wait of a step for first drafts."""
         self.rows = 1
         """Rows of the newest step."""
+        self._credit_s, self._trials, self._trial = 0.0, 0, -1  # for trials; their number; seat of the one under way
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """Number of tokens that models that take turns with the verifier draft for each request before the step."""
         table, longest = self.table, np.zeros((len(self.table.method), len(rows)), np.int32)
         token_s, most, known = np.zeros(len(longest)), 0, True
         for seat, one in self.drafters.items():
-            if not (one.able and one.takes_turns and table.assigned[seat, rows].any()):
+            if not (one.able and one.takes_turns and not one.watches and table.assigned[seat, rows].any()):
                 continue
             if 2 * len(rows) <= one.token_rows:  # measured at twice the load, so unknown at this load
                 one.token_s, one.token_rows = 0.0, 0
@@ -169,6 +175,49 @@ class DraftPolicy:
         tails = (self._probability(rows), supply, np.maximum(longest, supply), self._room(rows))
         rounds: int = _kernels.best_rounds(*tails, curve, token_s, most, hurdle)
         return rounds
+
+    def turns(self, rows: np.ndarray) -> dict[int, int]:
+        """Seat → number of tokens to draft for each of its requests before the step: those of models that take turns
+        with the verifier, and of the one that is tried."""
+        rounds, table, self._trial = self.plan_rounds(rows), self.table, -1
+        mine = {seat: one for seat, one in self.drafters.items() if one.able and one.takes_turns}
+        turns = {seat: rounds for seat, one in mine.items() if rounds and not one.watches}
+        rises = {
+            seat: self._rises(seat, rows) for seat in mine if seat not in turns and table.assigned[seat, rows].any()
+        }
+        if rises and self.cost.is_known:
+            seat = min(rises, key=lambda one: (not rises[one], mine[one].tried))
+            if self._credit_s >= -_DEBT * mine[seat].token_s * rises[seat]:
+                self._trials += 1
+                self._trial, mine[seat].tried, turns[seat] = seat, self._trials, 1
+        return turns
+
+    def spent(self, seat: int, seconds: float, drafted: int, opened: int) -> None:
+        """Record the seconds of a turn, with its draft tokens and the tokens of opened requests."""
+        one = self.drafters[seat]
+        if opened:
+            one.read_s = max(seconds - drafted * one.token_s, 0.0) / opened
+        if seat == self._trial:
+            self._credit_s -= seconds
+
+    @property
+    def share_s(self) -> float:
+        """Share of each request of the newest step in the seconds of a plain step."""
+        return float(self.cost.curve(self.rows, 0)[0]) / self.rows
+
+    def reading_s(self, method: str, rows: np.ndarray) -> float:
+        """Seconds for which the verifier waits until models of this method have read one of these requests."""
+        read_s = max((one.read_s for one in self.drafters.values() if one.spec.method == method), default=0.0)
+        if not read_s:
+            return 0.0
+        prompts = [len(self.table.requests[row].prompt_token_ids) for row in rows.tolist()]
+        return read_s * float((prompts + self.table.committed[rows]).mean())
+
+    def _rises(self, seat: int, rows: np.ndarray) -> bool:
+        """Whether the newest draft tokens of these rows promise more than those before."""
+        hits, tries, right, newest = self.table.evidence[:, self.table.method[seat], rows].sum(axis=1)
+        rate = hits / max(tries, 1.0)
+        return bool(right - newest * rate > 0.5 * (newest * rate * (1.0 - rate)) ** 0.5)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Verified parts of the tails: int32 `(rows,)` seats, -1 without a tail, and numbers of tokens. A row with a
@@ -196,6 +245,7 @@ class DraftPolicy:
         which take the same time with and without drafts."""
         if 2 * prefill > positions:
             return
+        self._credit_s = min(self._credit_s + BUDGET * seconds.total, 0.0)
         self.cost.record(positions, seconds.engine)
         config, decoded = self._config, positions - prefill
         if config.verify is VerifyPolicy.all or config.race is RaceName.always:

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.verify._kernels import ROW_TRIES
 from specactor_ray.verify.policy import DraftPolicy
 
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""
-SWITCH_GAIN = 0.15
-"""Least predicted gain in speed for a change of the method."""
-SWITCH_SHARE = 8
-"""One of this number of requests changes its method in a revision, so that the new method is measured on them."""
+WATCHED = 16
+"""Requests for which a model drafts beside others if it has fewer of its own, so that it can be compared."""
+HORIZON_STEPS = ROW_TRIES
+"""Steps in which a change of the base drafter must gain the seconds of reading the request, and of `PLAIN_STEPS`."""
+PLAIN_STEPS = 2.0
+"""Steps of a request without a tail after a change."""
 
 
 class Places:
@@ -86,6 +89,8 @@ class Assigner:
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._steps, self._racing = 0, False
+        self._watched = np.zeros_like(self._table.assigned)
+        """bool `(seats, rows)`: drafters beside the base drafter of a request, by the newest revision."""
 
     def step(self, decoding: np.ndarray) -> list[tuple[int, int]] | None:
         """`revise`, if a revision is due at the step over these rows; else None."""
@@ -108,6 +113,7 @@ class Assigner:
         chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
         if racers := [*bases, *followers] if self._racing else followers:
             places.assign_race(rows[np.argsort(chance, kind="stable")].tolist(), racers)
+        self._watch(places, bases, rows)
         released: list[tuple[int, int]] = []
         for seat, row in np.argwhere(places.wanted != table.assigned).tolist():
             if places.wanted[seat, row]:
@@ -118,27 +124,58 @@ class Assigner:
         return released
 
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
-        """Assign base drafters. A request keeps its best model unless the prediction of another method is higher by
-        `SWITCH_GAIN`; one in `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method
-        with room, after requests with a model, so that it does not take a place that they give up."""
-        policy, assigned = self._policy, self._table.assigned
-        promised = np.zeros((len(models), len(rows)))  # predicted tokens per second of each request
+        """Assign base drafters. A request keeps its model unless another one promises more beyond doubt, and gains the
+        seconds of reading it. A request without a model gets one of the best method with room, after requests with a
+        model, so that it does not take a place that they give up."""
+        policy, table = self._policy, self._table
+        promised, sure = np.zeros((2, len(models), len(rows)))  # predicted tokens per second of each request
+        doubt = policy.acceptance.doubt(table, rows)
         for index, method in enumerate(models):
-            promised[index] = policy.predict(method, chances[policy.acceptance.number(method)])
-        here = np.zeros((len(assigned), len(rows)))  # the same for the models that draft for it
+            number = policy.acceptance.number(method)
+            promised[index] = policy.predict(method, chances[number])
+            sure[index] = policy.predict(method, (chances - doubt)[number].clip(0.0))
+        is_base = table.assigned.copy()
+        is_base[: len(self._watched), : self._watched.shape[1]] &= ~self._watched
+        together = len(rows) > 0 and any(one.takes_turns for one in places.drafters.values())
+        if together:  # each model with work delays all requests
+            held = Counter[str]()
+            for seat, one in places.drafters.items():
+                held[one.spec.method] += int(is_base[seat, rows].sum())
+            promised[:], sure[:] = promised.mean(axis=1, keepdims=True), sure.mean(axis=1, keepdims=True)
+            others = [index for index, method in enumerate(models) if held[method] < max(held.values())]
+            promised[others] = sure[others]
+        here = np.zeros((len(table.assigned), len(rows)))  # the same for the base drafters
         for seat, one in places.drafters.items():
             if one.spec.method in models:
-                here[seat] = assigned[seat, rows] * promised[models.index(one.spec.method)]
+                here[seat] = is_base[seat, rows] * promised[models.index(one.spec.method)]
         base, best = here.argmax(axis=0), here.max(axis=0)
-        has = best > 0.0
-        gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, best, 1.0)
-        leaving = np.argsort(-gain, kind="stable")[: max(1, np.count_nonzero(has) // SWITCH_SHARE)]
-        stays = has.copy()
-        stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False
+        stays = best > 0.0
+        order = np.argsort(~stays, kind="stable")
+        for index in np.flatnonzero(stays & (sure.max(axis=0, initial=0.0) > best)).tolist():
+            method, gain = models[int(sure[:, index].argmax())], float(sure[:, index].max() / best[index] - 1.0)
+            gained_s = policy.share_s * (gain * HORIZON_STEPS - PLAIN_STEPS)
+            stays[index] = gained_s < policy.reading_s(method, rows if together else rows[[index]])
         places.keep(base[stays], rows[stays])
-        order, ladder = np.argsort(~has, kind="stable"), np.argsort(-promised, axis=0, kind="stable")
+        ladder = np.argsort(-np.where(best > 0.0, sure, promised), axis=0, kind="stable")
         for index in order[~places.wanted[:, rows[order]].any(axis=0)].tolist():
             any(places.place(models[n], int(rows[index])) for n in ladder[:, index].tolist())
+
+    def _watch(self, places: Places, models: Sequence[str], rows: np.ndarray) -> None:
+        """Assign a few requests to models with fewer of their own: those that they have, and those with the fewest
+        tokens to read."""
+        before, table = places.wanted.copy(), self._table
+        for seat, one in places.drafters.items():
+            one.watches = not places.loads[seat]
+        for method in models:
+            served = places.served[method]
+            seats = [seat for seat, one in places.drafters.items() if one.spec.method == method]
+            missing = min(WATCHED, len(rows)) - int(served[rows].sum())
+            if missing > 0:
+                elsewhere = ~table.assigned[seats][:, rows].any(axis=0)
+                order = np.lexsort((table.committed[rows], elsewhere))
+                for row in rows[order[~served[rows[order]]]][:missing].tolist():
+                    places.place(method, row)
+        self._watched = places.wanted & ~before
 
     def _is_racing(self, decoding: int) -> bool:
         """Whether few requests are left, of which none waited or read its prompt at the begin of the race."""

@@ -24,11 +24,8 @@ BUCKETS = len(BUCKET_NAMES)
 _BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
 PRIOR = 0.6
 """Chance that a draft token is right where nothing is known."""
-PRIOR_TRIES = 8.0
+PRIOR_TRIES = 4.0
 """Tries for which a prior counts, such as that of a method for its requests: about one window."""
-HALF_LIFE_STEPS = 128.0
-"""Verify steps after which an observation counts half, also without later ones: the only rule of exploration."""
-_FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
 
 def bucket_of(positions: np.ndarray) -> np.ndarray:
@@ -42,7 +39,9 @@ class Acceptance:
     def __init__(self) -> None:
         self.methods: list[str] = []
         self.evidence = np.zeros((2, MAX_METHODS, BUCKETS))
-        """`(2, methods, BUCKETS)`: as `RequestTable.evidence`, by range of output positions."""
+        """`(2, methods, BUCKETS)`: hits and tries by range of output positions."""
+        self.overall = np.zeros((4, MAX_METHODS))
+        """`(4, methods)`: as `RequestTable.evidence`."""
 
     def number(self, method: str) -> int:
         """Index of a method in the arrays, assigned at the first call for the method."""
@@ -50,19 +49,21 @@ class Acceptance:
             self.methods.append(method)
         return self.methods.index(method)
 
-    def fade(self, table: RequestTable) -> None:
-        """Decrease the weight of all evidence after a step."""
-        self.evidence *= _FADE
-        table.evidence *= _FADE
-
     def of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)`: chance that a token is right given that those before it are."""
-        return _draw(self.evidence, _draw(self.evidence.sum(axis=2), PRIOR)[:, None])
+        return _draw(self.evidence, _draw(self.overall, PRIOR)[:, None])
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)`: the same chance for single requests at their output positions."""
         at_positions = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
         return _draw(table.evidence.take(rows, axis=2), at_positions)
+
+    def doubt(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
+        """`(methods, rows)`: standard deviation of this estimate."""
+        tries = self.overall[1][:, None] + table.evidence[1].take(rows, axis=1)
+        chances = self.probability(table, rows)
+        deviation: np.ndarray = np.sqrt(chances * (1.0 - chances) / (tries + PRIOR_TRIES))
+        return deviation
 
 
 def _draw(evidence: np.ndarray, prior: np.ndarray | float) -> np.ndarray:
@@ -83,7 +84,7 @@ class RequestTable:
       `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
       the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
     - by method and row, so that it outlasts a change of the drafter: `evidence`, float64 hits and tries of draft
-      tokens;
+      tokens, and of the newest ones (`_kernels._observe`);
     - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
@@ -100,7 +101,7 @@ class RequestTable:
         self.length = np.zeros((seats, rows, 1 + branches), np.int32)
         self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
-        self.evidence = np.zeros((2, MAX_METHODS, rows))
+        self.evidence = np.zeros((4, MAX_METHODS, rows))
         self.counts = np.zeros(len(COUNTS), np.int64)
         self.reached = np.zeros((2, window), np.int64)
         self._generations = 0
@@ -168,7 +169,9 @@ class RequestTable:
         """Append the committed tokens of a step, and compare the tails with them."""
         start = self.committed[step.rows]
         self._fit(int((start + step.counts).max(initial=0)))
-        _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
+        _kernels.commit(
+            step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence, acceptance.overall
+        )
 
     def unsent(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Committed tokens that count as sent to the drafter from now on: lengths by row, and all tokens."""

@@ -48,10 +48,6 @@ def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None
     table.take(seat, batch([Claim(row, int(table.generation[row]), at, tokens)]))
 
 
-EVIDENCE = ("hits", "tries")
-"""What `RequestTable.evidence` and `Acceptance.evidence` hold."""
-
-
 def commit(
     table: RequestTable,
     acceptance: Acceptance,

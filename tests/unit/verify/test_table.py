@@ -15,7 +15,7 @@ import pytest
 from specactor_ray.verify._kernels import REFUTED
 from specactor_ray.verify.metrics import COUNTS
 from specactor_ray.verify.table import Acceptance, RequestTable
-from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
+from tests.unit.verify.tables import Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
 USUAL = {"unknown", "ahead", "stale", "kept", "empty", "used up", "refuted", "one too many"}
@@ -38,7 +38,21 @@ class Known:
     generation: int
     output: list[int]
     held: dict[int, Held] = field(default_factory=dict)
-    evidence: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    evidence: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
+
+
+def remember(evidence: list[float], right: int, tried: int, memory: float) -> bool:
+    """Add to hits and tries, and to the newest ones, which replace the former where they differ beyond chance."""
+    for at, most in ((0, memory), (2, max(memory / 16, tried))):
+        keep = max(0.0, 1.0 - tried / most)
+        evidence[at : at + 2] = keep * evidence[at] + right, keep * evidence[at + 1] + tried
+    hits, tries, right_now, now = evidence
+    rate = (hits + 0.5) / (tries + 1.0)
+    variance = now * rate * (1.0 - rate) / (2.0 - min(16 * tried / memory, 1.0))
+    changed = (right_now - now * rate) ** 2 > 13.0 * variance
+    if changed:
+        evidence[:2] = evidence[2:]
+    return changed
 
 
 def agrees(tail: Sequence[int], new: Sequence[int]) -> bool:
@@ -52,7 +66,8 @@ class Naive:
     def __init__(self) -> None:
         self.rows: dict[int, Known] = {}
         self.method: dict[int, int] = {}
-        self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+        self.overall: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+        self.ranges: dict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 8)))
         self.outcomes = Counter[str]()
 
     def take(self, seat: int, claims: Sequence[Claim]) -> list[str]:
@@ -91,22 +106,34 @@ class Naive:
         return "kept" if tail else "empty"
 
     def commit(self, fresh: dict[int, list[int]]) -> None:
+        sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 8), int))
+        tried_for: dict[int, set[int]] = defaultdict(set)
         for row, tokens in fresh.items():
             known = self.rows[row]
             bucket = max(0, len(known.output).bit_length() - 6)
             known.output = known.output + tokens
-            for seat, held in known.held.items():
+            for seat, held in sorted(known.held.items(), key=lambda item: item[0]):
                 if not held.tails:
                     continue
                 pairs = list(zip(held.tails[0], tokens, strict=False))
                 right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-                for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
-                    counts["hits"] += right
-                    counts["tries"] += min(right + 1, len(pairs))
+                method, tried = self.method[seat], min(right + 1, len(pairs))
+                remember(known.evidence[method], right, tried, 64.0)
+                sums[method][:, bucket] += right, tried
+                tried_for[method].add(row)
                 left = [tail[len(tokens) :] if agrees(tail, tokens) else () for tail in held.tails]
                 self.outcomes["refuted"] += right < len(pairs)
                 self.outcomes["rescued"] += not left[0] and any(left)
                 held.tails = [tail for tail in left if tail]
+        for method, added in sums.items():
+            right, tried = map(int, added.sum(axis=1))
+            changed = remember(self.overall[method], right, tried, 256.0)
+            keep = np.zeros(8) if changed else (1.0 - added[1] / 256.0).clip(0.0)
+            self.ranges[method] = keep * self.ranges[method] + added
+            rest = 0.0 if changed else max(0.0, 1.0 - tried / len(tried_for[method]) / 64.0)
+            for row in fresh:
+                if changed or row not in tried_for[method]:
+                    self.rows[row].evidence[method] = [rest * one for one in self.rows[row].evidence[method]]
 
 
 class Pair:
@@ -233,12 +260,11 @@ class Pair:
                 tails = [tuple(tail[:length]) for tail, length in pairs if length]
                 assert Held(tails, table.base[seat, row], table.sent[seat, row]) == held
             for method in range(METHODS):
-                for place, name in enumerate(EVIDENCE):
-                    assert table.evidence[place, method, row] == known.evidence[method][name]
+                assert np.allclose(table.evidence[:, method, row], known.evidence[method])
         assert table.counts[REFUTED:].tolist() == [naive.outcomes["refuted"], naive.outcomes["rescued"]]
-        for (method, bucket), counts in naive.overall.items():
-            for name, count in counts.items():
-                assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
+        for method, counts in naive.overall.items():
+            assert np.allclose(self.acceptance.overall[:, method], counts)
+            assert np.allclose(self.acceptance.evidence[:, method], naive.ranges[method])
 
 
 @pytest.mark.parametrize("seed", range(25))
