@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,16 @@ def brought_by(*extras: str) -> set[str]:
         wanted = waiting.pop()
         for place in {(canonicalize_name(wanted.name), extra) for extra in ("", *wanted.extras)} - seen:
             seen.add(place)
-            needed = map(Requirement, _requires(wanted.name))
-            waiting += [one for one in needed if one.marker is None or one.marker.evaluate({"extra": place[1]})]
+            waiting += [
+                one for one in _requires(wanted.name) if one.marker is None or one.marker.evaluate({"extra": place[1]})
+            ]
     return {name for name, _ in seen}
 
 
-def _requires(name: str) -> Iterable[str]:
+@functools.cache
+def _requires(name: str) -> tuple[Requirement, ...]:
     try:
-        return importlib.metadata.requires(name) or ()
+        return tuple(map(Requirement, importlib.metadata.requires(name) or ()))
     except importlib.metadata.PackageNotFoundError:
         return ()
 
