@@ -145,6 +145,7 @@ def _sizes(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
     """Bytes of each file that Ray packs, by its path in the folder; Ray does not compress them."""
     from ray._private.runtime_env import packaging
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it logs every file with excludes
     sizes = dict[Path, int]()
 
     def add(path: Path) -> None:
