@@ -94,7 +94,7 @@ def test_a_submitted_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: 
     submitted = head.specactor("submit", "--address", head.address, "rollout", *overrides(tmp_path))
     output = submitted.communicate(timeout=200)[0]
     assert submitted.returncode == 0 and "SUCCEEDED" in output, output
-    assert "run job: starting" in output and "run job: from another terminal, specactor status" in output
+    assert "run job: mode " in output and "run job: from another terminal, specactor status" in output
     assert len((tmp_path / "runs" / "job" / "trajectories.jsonl").read_text().splitlines()) == 4 * len(tiny.COLOURS)
 
 
