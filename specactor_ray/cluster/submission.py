@@ -69,7 +69,7 @@ def submit(
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
-    say(console, upload_line(environment))
+    upload = upload_line(environment)
     entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
     # Ray's own variables override the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
@@ -78,6 +78,7 @@ def submit(
         logging.getLogger("ray").setLevel(logging.ERROR)  # it logs every file that is not uploaded
         with _readable_errors(address):
             client = JobSubmissionClient(address)
+            say(console, upload)
             job = _submit(client, entrypoint, environment)
         say(console, f"job {job} submitted: {entrypoint}")
         say(console, f"dashboard: {redacted(address)}; stop it with: {_ADDRESS}={redacted(address)} ray job stop {job}")
