@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
+import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -56,8 +60,13 @@ def _requires(name: str) -> tuple[Requirement, ...]:
 
 
 def distributions() -> dict[str, set[str]]:
-    """Module at the top → names of the distributions that have it."""
-    found: Any = importlib.metadata.packages_distributions()
+    """Module at the top → names of the distributions that have it. Packages that another one carries, as Ray does
+    once it is imported, do not count."""
+    sites = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    carried = [path for path in sys.path if any(path.startswith(f"{site}{os.sep}") for site in sites)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [path for path in sys.path if path not in carried])
+        found: Any = importlib.metadata.packages_distributions()
     return {module: {canonicalize_name(name) for name in names} for module, names in found.items()}
 
 
