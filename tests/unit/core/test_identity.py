@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.identity import is_mixture, token_identity, uncovered
@@ -62,7 +63,7 @@ def test_mixtures_are_known_by_their_configuration(facts: dict[str, object], exp
 def test_a_run_says_what_holds(tmp_path: Path) -> None:
     """On CPUs a line where it does not, on GPUs always."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
 
     def found(model: Path, **target: object) -> tuple[bool, list[str]]:
         config = from_mapping({"mode": "plain", "target": {"model": str(model), "cores": 1, **target}})

@@ -172,7 +172,7 @@ def test_a_run_is_resolved_before_anything_is_written(
         raise InterruptedError
 
     monkeypatch.setattr(run, "_run", stop)
-    monkeypatch.setattr(run, "_encode", lambda *_: [])  # would import transformers
+    monkeypatch.setattr(run, "_encode", lambda *_: ([], []))  # would import transformers
     monkeypatch.setattr(run, "_cut_outputs", lambda *_: [])
     monkeypatch.setattr(loop, "prepare", stop)
     (tmp_path / "prompts.txt").write_text("Hello.\n")
