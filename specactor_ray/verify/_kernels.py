@@ -172,11 +172,13 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
                     place += 1
         committed[row] = start + fresh
         first += fresh
+    methods[4] += 1
     for kind in range(sums.shape[1]):
         right, tried = sums[0, kind].sum(), sums[1, kind].sum()
         if tried == 0:
             continue
-        changed = _observe(methods[:, kind], right, tried, METHOD_TRIES)
+        changed = _observe(methods[:4, kind], right, tried, METHOD_TRIES)
+        methods[4, kind] *= not changed
         for part in range(sums.shape[2]):
             keep = 0.0 if changed else max(1.0 - sums[1, kind, part] / METHOD_TRIES, 0.0)
             for at in range(2):

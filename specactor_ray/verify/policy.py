@@ -30,7 +30,9 @@ _RETURN_GAIN = 0.05
 BUDGET = 0.01
 """Share of the seconds that trials of drafts that do not pay may take."""
 _DEBT = 8.0
-"""Trials of which the newest draft tokens promise more than those before, on credit."""
+"""Trials on credit, where the newest draft tokens promise more than those before, or another method has changed."""
+_CHANGED_STEPS = 16
+"""Steps for which a change of a method is a reason to try others."""
 PROBE_STEPS = 8
 """Steps with drafts before their speed is compared, after a first one that does not count."""
 TELL_EVERY = 16
@@ -214,10 +216,14 @@ class DraftPolicy:
         return read_s * float((prompts + self.table.committed[rows]).mean())
 
     def _rises(self, seat: int, rows: np.ndarray) -> bool:
-        """Whether the newest draft tokens of these rows promise more than those before."""
-        hits, tries, right, newest = self.table.evidence[:, self.table.method[seat], rows].sum(axis=1)
+        """Whether the newest draft tokens of these rows promise more than those before, or another method changed."""
+        methods = self.table.method
+        others = methods[[one for one in self.drafters if methods[one] != methods[seat]]]
+        if (self.acceptance.overall[4, others] < _CHANGED_STEPS).any():
+            return True
+        hits, tries, right, newest = self.table.evidence[:, methods[seat], rows].sum(axis=1)
         rate = hits / max(tries, 1.0)
-        return bool(right - newest * rate > 0.5 * (newest * rate * (1.0 - rate)) ** 0.5)
+        return bool(right - newest * rate > (newest * rate * (1.0 - rate)) ** 0.5)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Verified parts of the tails: int32 `(rows,)` seats, -1 without a tail, and numbers of tokens. A row with a

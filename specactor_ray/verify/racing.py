@@ -21,7 +21,8 @@ REVISE_EVERY = 16
 WATCHED = 16
 """Requests for which a model drafts beside others if it has fewer of its own, so that it can be compared."""
 HORIZON_STEPS = ROW_TRIES
-"""Steps in which a change of the base drafter must gain the seconds of reading the request, and of `PLAIN_STEPS`."""
+"""Least steps in which a change of the base drafter must gain the seconds of reading the request, and of `PLAIN_STEPS`:
+those for which the acceptance of the other model has lasted, if these are more."""
 PLAIN_STEPS = 2.0
 """Steps of a request without a tail after a change."""
 
@@ -153,7 +154,8 @@ class Assigner:
         order = np.argsort(~stays, kind="stable")
         for index in np.flatnonzero(stays & (sure.max(axis=0, initial=0.0) > best)).tolist():
             method, gain = models[int(sure[:, index].argmax())], float(sure[:, index].max() / best[index] - 1.0)
-            gained_s = policy.share_s * (gain * HORIZON_STEPS - PLAIN_STEPS)
+            lasts = max(HORIZON_STEPS, policy.acceptance.overall[4, policy.acceptance.number(method)])
+            gained_s = policy.share_s * (gain * lasts - PLAIN_STEPS)
             stays[index] = gained_s < policy.reading_s(method, rows if together else rows[[index]])
         places.keep(base[stays], rows[stays])
         ladder = np.argsort(-np.where(best > 0.0, sure, promised), axis=0, kind="stable")

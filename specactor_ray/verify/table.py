@@ -40,8 +40,8 @@ class Acceptance:
         self.methods: list[str] = []
         self.evidence = np.zeros((2, MAX_METHODS, BUCKETS))
         """`(2, methods, BUCKETS)`: hits and tries by range of output positions."""
-        self.overall = np.zeros((4, MAX_METHODS))
-        """`(4, methods)`: as `RequestTable.evidence`."""
+        self.overall = np.zeros((5, MAX_METHODS))
+        """`(5, methods)`: as `RequestTable.evidence`, and steps since the acceptance of the method changed."""
 
     def number(self, method: str) -> int:
         """Index of a method in the arrays, assigned at the first call for the method."""

@@ -21,7 +21,7 @@ _SPEC.loader.exec_module(streams)
     [
         ("fall and return", 0.1),
         ("fall and return", 0.3),
-        ("swap", 0.1),
+        ("swap", 0.3),
         ("alternating", 0.3),
         ("slow drift", 0.1),
         ("untried better", 0.1),

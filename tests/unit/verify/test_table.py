@@ -67,6 +67,7 @@ class Naive:
         self.rows: dict[int, Known] = {}
         self.method: dict[int, int] = {}
         self.overall: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+        self.steps, self.changed_at = 0, Counter[int]()
         self.ranges: dict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 8)))
         self.outcomes = Counter[str]()
 
@@ -125,9 +126,11 @@ class Naive:
                 self.outcomes["refuted"] += right < len(pairs)
                 self.outcomes["rescued"] += not left[0] and any(left)
                 held.tails = [tail for tail in left if tail]
+        self.steps += 1
         for method, added in sums.items():
             right, tried = map(int, added.sum(axis=1))
             changed = remember(self.overall[method], right, tried, 256.0)
+            self.changed_at[method] = self.steps if changed else self.changed_at[method]
             keep = np.zeros(8) if changed else (1.0 - added[1] / 256.0).clip(0.0)
             self.ranges[method] = keep * self.ranges[method] + added
             rest = 0.0 if changed else max(0.0, 1.0 - tried / len(tried_for[method]) / 64.0)
@@ -263,7 +266,8 @@ class Pair:
                 assert np.allclose(table.evidence[:, method, row], known.evidence[method])
         assert table.counts[REFUTED:].tolist() == [naive.outcomes["refuted"], naive.outcomes["rescued"]]
         for method, counts in naive.overall.items():
-            assert np.allclose(self.acceptance.overall[:, method], counts)
+            lasts = naive.steps - naive.changed_at[method]
+            assert np.allclose(self.acceptance.overall[:, method], [*counts, lasts])
             assert np.allclose(self.acceptance.evidence[:, method], naive.ranges[method])
 
 
