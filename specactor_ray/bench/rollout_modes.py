@@ -302,7 +302,7 @@ def figures_of(requests: int, tokens: int, seconds: float, metrics: RolloutMetri
 
 
 def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One result for each variant, batch and workload: sums over its rounds, whose speeds are `rounds`."""
+    """One result for each variant, batch and workload: sums over its rounds, with the speed of each in `rounds`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for one in measured:
         groups.setdefault((one["batch"], one["workload"], one["variant"]), []).append(one)

@@ -105,7 +105,7 @@ def auto_of(config: Config) -> Config:
 
 
 def _with_cores_of(auto: Config, config: Config) -> Config:
-    """A copy whose verifiers have the cores that mode auto takes beyond those of verifiers and draft actors."""
+    """A copy with all cores of mode auto: verifiers have those beyond what the variant uses."""
     chosen, target = copy.deepcopy(config), config.target
     more = devices_of(auto).cores - devices_of(config).cores
     share = more // target.replicas

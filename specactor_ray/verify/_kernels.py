@@ -123,6 +123,29 @@ def _observe(evidence: Any, right: int, tried: int, memory: float) -> bool:
 
 
 @_jit
+def _remember(rows: Any, fresh_of: Any, sums: Any, evidence: Any, ranges: Any, methods: Any) -> None:
+    """Add the hits and tries of a step, `sums`, to those of methods and ranges, and forget older ones. `fresh_of`:
+    whether the row had draft tokens of the method."""
+    methods[4] += 1
+    for kind in range(sums.shape[1]):
+        right, tried = sums[0, kind].sum(), sums[1, kind].sum()
+        if tried == 0:
+            continue
+        changed = _observe(methods[:4, kind], right, tried, METHOD_TRIES)
+        methods[4, kind] *= not changed
+        for part in range(sums.shape[2]):
+            keep = 0.0 if changed else max(1.0 - sums[1, kind, part] / METHOD_TRIES, 0.0)
+            for at in range(2):
+                ranges[at, kind, part] = keep * ranges[at, kind, part] + sums[at, kind, part]
+        # Other requests forget as fast, and at once what is no longer true of all.
+        keep = 0.0 if changed else max(1.0 - tried / fresh_of[:, kind].sum() / ROW_TRIES, 0.0)
+        for i in range(len(rows)):
+            if changed or not fresh_of[i, kind]:
+                for at in range(4):
+                    evidence[at, kind, rows[i]] *= keep
+
+
+@_jit
 def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
     """Append committed tokens, count verified ones, and keep the tails that agree with the new tokens and reach past
     them. Hits and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`),
@@ -172,23 +195,7 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
                     place += 1
         committed[row] = start + fresh
         first += fresh
-    methods[4] += 1
-    for kind in range(sums.shape[1]):
-        right, tried = sums[0, kind].sum(), sums[1, kind].sum()
-        if tried == 0:
-            continue
-        changed = _observe(methods[:4, kind], right, tried, METHOD_TRIES)
-        methods[4, kind] *= not changed
-        for part in range(sums.shape[2]):
-            keep = 0.0 if changed else max(1.0 - sums[1, kind, part] / METHOD_TRIES, 0.0)
-            for at in range(2):
-                ranges[at, kind, part] = keep * ranges[at, kind, part] + sums[at, kind, part]
-        # Other requests forget as fast, and at once what is no longer true of all.
-        keep = 0.0 if changed else max(1.0 - tried / fresh_of[:, kind].sum() / ROW_TRIES, 0.0)
-        for i in range(len(rows)):
-            if changed or not fresh_of[i, kind]:
-                for at in range(4):
-                    evidence[at, kind, rows[i]] *= keep
+    _remember(rows, fresh_of, sums, evidence, ranges, methods)
 
 
 _PARTS = 256
