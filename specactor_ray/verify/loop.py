@@ -177,7 +177,7 @@ class VerifyLoop(Loop):
             self._drafting.flush(())
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
-        self._requests.plain.record(result, len(rows), accepted, seconds, self._lookups_s)
+        self._requests.plain.record(result, seconds, self._lookups_s)
         positions, prefill = result.num_tokens, result.num_prefill_tokens
         self._drafting.policy.record(len(rows), positions, prefill, accepted, seconds)
         return True

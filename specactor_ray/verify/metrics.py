@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -20,6 +21,8 @@ COUNTS = (
     "refuted_tails", "rescued_tails",
 )  # fmt: skip
 """Indices of `RequestTable.counts`; `StepMetrics` documents them."""
+_PLAIN_STEPS = 256
+"""Plain steps for which `PlainEstimate` has room at first."""
 
 
 @dataclass
@@ -88,13 +91,12 @@ class StepMetrics:
 
 
 class PlainEstimate:
-    """Seconds of plain steps that would have committed the tokens of the recorded steps, as many requests at once.
+    """Seconds of plain steps that would have committed the tokens of the recorded steps.
 
-    A step over `rows` requests and `prefill` positions of prompts that commits `accepted` right draft tokens stands
-    for a plain one over rows + prefill positions, and `accepted / rows` more over the rows. What plain steps take is
-    the mean of measured ones with as many positions, with straight lines between; below the smallest measured one by
-    the slope over all, but at most in proportion. Left out: cores and GPUs of draft actors, and the order in which
-    requests end.
+    In plain decoding a request commits one token in each step from its entry on. It enters at the earliest end of a
+    request whose slot is still free, or at the step of the slowest running request if that is later. What plain steps
+    take is the mean of measured ones with as many positions, with straight lines between; below the smallest measured
+    one by the slope over all, but at most in proportion. Cores and GPUs of draft actors are not counted.
     """
 
     def __init__(self) -> None:
@@ -102,35 +104,99 @@ class PlainEstimate:
         """Range of positions → number of steps, their positions and seconds of the engine."""
         self._plain: dict[int, list[float]] = {}
         """Range of positions → number of plain steps, and their positions."""
-        self._own_s = 0.0
+        self._begin, self._decoded = 0, 0
+        """The first plain step that is not in `_plain`; how many of those in it have rows."""
+        self._next = np.full(32, -1, np.int64)
+        """Row → plain step of its next token; -1: it has no token yet."""
+        self._last = 0
+        """The largest value that `_next` had."""
+        self._ends: list[int] = []
+        """Heap of the plain steps at which a slot became free."""
+        self._more, self._others = np.zeros((2, _PLAIN_STEPS), np.int64)
+        """By plain step from `_begin` on: change of the number of rows; positions that are not of these."""
+        self._steps, self._decodes, self._own_s = 0, False, [0.0, 0.0]
+        """Steps over rows with a token; whether the newest one is such; Python seconds of the others, and of these."""
 
-    def record(self, result: StepResult, rows: int, accepted: int, seconds: Seconds, lookups_s: float = 0.0) -> None:
-        """Record a step. `lookups_s`: the part of `seconds.own` that plain decoding has not."""
-        _add(self._measured, result.num_tokens, 1.0, seconds.engine)
-        more = accepted / rows if rows else 0.0
-        _add(self._plain, rows + result.num_prefill_tokens, 1.0)
-        _add(self._plain, rows, more)
-        self._own_s += max(seconds.own - lookups_s, 0.0) * (1.0 + more)
+    def commit(self, result: StepResult) -> None:
+        """Record the tokens of a step, before requests leave their rows (`end`)."""
+        positions = result.num_tokens - int(result.drafted.sum())
+        if (most := int(result.rows.max(initial=0))) >= len(self._next):
+            self._next = np.append(self._next, np.full(most + 1, -1, np.int64))
+        at = self._next[result.rows]
+        running = at >= 0
+        if running.any():
+            old, begins = result.rows[running], at[running]
+            self._next[old] = ends = begins + result.lengths[running]
+            self._last = max(self._last, int(ends.max()))
+            self._fit(int(begins.min()))
+            np.add.at(self._more, begins - self._begin, 1)
+            np.add.at(self._more, ends - self._begin, -1)
+            self._others[begins.min() - self._begin] += positions - len(old)
+            self._steps += 1
+        else:
+            _add(self._plain, positions)
+        for row in result.rows[~running & (result.lengths > 0)].tolist():
+            self._next[row] = self._enter()
+        self._decodes = bool(running.any())
+
+    def record(self, result: StepResult, seconds: Seconds, lookups_s: float = 0.0) -> None:
+        """Record the seconds of a step, after `commit`; `lookups_s`: the part of `seconds.own` that is for drafts."""
+        _add(self._measured, result.num_tokens, seconds.engine)
+        self._own_s[self._decodes] += max(seconds.own - lookups_s, 0.0)
+
+    def end(self, row: int) -> None:
+        """Record that a request has left its row."""
+        if row < len(self._next) and self._next[row] >= 0:
+            heapq.heappush(self._ends, int(self._next[row]))
+            self._next[row] = -1
+
+    def _enter(self) -> int:
+        """The plain step of the first token, after the one of the prompt's step, of a request that begins."""
+        running = self._next[self._next >= 0]
+        if not len(running):
+            self._ends.clear()
+            return self._last
+        return max(int(running.min()), heapq.heappop(self._ends) if self._ends else 0)
+
+    def _fit(self, first: int) -> None:
+        """Make room for plain steps from `first`, the earliest of a step, to the last one."""
+        if self._last - self._begin >= len(self._more):
+            done = min(first, int(self._next[self._next >= 0].min())) - self._begin
+            self._decoded += self._count(self._plain, done)
+            self._more[done] += self._more[:done].sum()
+            room = np.zeros(max(2 * (self._last - self._begin - done), _PLAIN_STEPS), np.int64)
+            self._more, self._others = (np.append(one[done:], room) for one in (self._more, self._others))
+            self._begin += done
+
+    def _count(self, plain: dict[int, list[float]], steps: int) -> int:
+        """Add the first plain steps from `_begin` on. Returns how many have rows."""
+        rows, others = self._more[:steps].cumsum(), self._others[:steps]
+        for positions, count in zip(*np.unique((rows + others)[rows > 0], return_counts=True), strict=True):
+            _add(plain, int(positions), count=int(count))
+        return int(np.count_nonzero(rows > 0))
 
     @property
     def seconds(self) -> float:
         """The estimate; for any thread."""
         knots = sorted((positions / steps, s / steps, steps) for steps, positions, s in list(self._measured.values()))
+        plain = {number: list(sums) for number, sums in list(self._plain.items())}
+        decoded = self._decoded + self._count(plain, len(self._more))
+        own_s = self._own_s[0] + self._own_s[1] * decoded / max(self._steps, 1)
         if not knots:
-            return self._own_s
+            return own_s
         at, means, weights = np.array(knots).T
         off = at - np.average(at, weights=weights)
         slope = float((weights * off * means).sum() / max((weights * off * off).sum(), 1e-9))
-        slope = min(max(slope, 0.0), means[0] / max(at[0], 1.0))
-        total_s = self._own_s
-        for steps, positions in list(self._plain.values()):
-            mean = positions / steps
-            total_s += steps * (float(np.interp(mean, at, means)) - slope * max(at[0] - mean, 0.0))
-        return float(total_s)
+        slope = min(max(slope, 0.0), float(means[0] / max(at[0], 1.0)))
+        return own_s + sum(
+            steps * float(np.interp(positions / steps, at, means) - slope * max(at[0] - positions / steps, 0.0))
+            for steps, positions in plain.values()
+        )
 
 
-def _add(ranges: dict[int, list[float]], positions: int, steps: float, *values: float) -> None:
-    if positions and steps:
+def _add(ranges: dict[int, list[float]], positions: int, *values: float, count: int = 1) -> None:
+    """Add `count` steps to their range, with the sums of other figures."""
+    if positions:
         sums = ranges.setdefault(range_number(positions), [0.0] * (2 + len(values)))
-        for at, value in enumerate((steps, steps * positions, *values)):
+        for at, value in enumerate((count, count * positions, *values)):
             sums[at] += value

@@ -90,6 +90,7 @@ class Requests:
         row = self._row_of.pop(request_id)
         self._engine.remove(row)
         self._drafting.close(row, finished)
+        self.plain.end(row)
 
     def clear(self) -> None:
         """Drop all requests."""
@@ -102,6 +103,7 @@ class Requests:
             self._fresh.append(PromptScores(*self._names[row], scores))
         if len(result.tokens):
             self._record(result, decoding, seats)
+        self.plain.commit(result)
         for at in np.flatnonzero(result.finish).tolist():
             self._end(int(result.rows[at]), Finish(result.finish[at]), result.errors)
         return int(result.accepted.sum())
