@@ -126,6 +126,8 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         try:
             writer = TrajectoryWriter(folder)
             there = read_finished(writer, rows, config) if found else []
+            if config.resume == "auto" and found is None:
+                lines = [*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins"]
             save_run_config(config, folder)
             with start_phase(f"run {config.run.name}: checking model and prompts"):
                 encoded, bare = _encode(config, prompts)

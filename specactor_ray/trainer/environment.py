@@ -14,7 +14,7 @@ from typing import Any
 
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
-from specactor_ray.core.errors import ConfigError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text, did_you_mean
 from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward
@@ -176,7 +176,8 @@ def find_environment(name: str) -> type[Environment]:
     if ":" not in name:
         if name not in ENVIRONMENTS:
             known = ", ".join(sorted(ENVIRONMENTS))
-            raise ConfigError(_KEY, f"{clipped(name)} is not known.", f"use one of {known}, or package.module:Class.")
+            problem = f"{clipped(name)} is not known.{did_you_mean(name, ENVIRONMENTS)}"
+            raise ConfigError(_KEY, problem, f"use one of {known}, or package.module:Class.")
         return ENVIRONMENTS[name]
     found = import_named(name, _KEY)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]

@@ -16,7 +16,7 @@ from typing import Any
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, place_of
+from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, did_you_mean, place_of
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, has_reference, is_blank
 from specactor_ray.trainer.workers import Work, WorkerPool
@@ -110,7 +110,7 @@ def find_reward(name: str) -> RewardFunction:
         if name not in REWARDS:
             known = ", ".join(sorted(REWARDS))
             fix = f"use one of {known}, or package.module:function."
-            raise ConfigError("reward.functions", f"{name!r} is not known.", fix)
+            raise ConfigError("reward.functions", f"{name!r} is not known.{did_you_mean(name, REWARDS)}", fix)
         if name in _NEEDS:
             try:
                 importlib.import_module(_NEEDS[name])

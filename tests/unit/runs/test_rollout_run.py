@@ -301,7 +301,9 @@ class TestRun:
         assert (summary["status"], summary["resumed"]) == ("complete", 2)
         counts = summary["trajectories"]
         assert (counts["total"], counts["finished"], counts["failed"], counts["tokens"]) == (3, 2, 1, 6)
-        assert not self.run(trajectory(0), name=None, resume="auto").summary["resumed"], "nothing is unfinished now"
+        shown = io.StringIO()
+        summary = self.run(trajectory(0), name=None, resume="auto", shown=shown).summary
+        assert not summary["resumed"] and "there is no earlier run to resume" in shown.getvalue()
 
     @pytest.mark.parametrize(
         ("changed", "expected"),

@@ -172,7 +172,7 @@ def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", "exact_match, length, math, reasoning_gym"),
+        ("exactmatch", r"Did you mean exact_match\? Fix: use one of exact_match, length, math, reasoning_gym"),
         ("no.such.module:f", "cannot be imported"),
         ("tests.fakes.reward_functions:no_such_function", "cannot be imported"),
         ("tests.fakes.reward_functions:__name__", "not a function"),
