@@ -119,25 +119,28 @@ class PlainEstimate:
 
     def commit(self, result: StepResult) -> None:
         """Record the tokens of a step, before requests leave their rows (`end`)."""
-        positions = result.num_tokens - int(result.drafted.sum())
-        if (most := int(result.rows.max(initial=0))) >= len(self._next):
+        rows, lengths, positions = result.rows, result.lengths, result.num_tokens - int(result.drafted.sum())
+        if len(rows) and (most := int(rows.max())) >= len(self._next):
             self._next = np.append(self._next, np.full(most + 1, -1, np.int64))
-        at = self._next[result.rows]
-        running = at >= 0
-        if running.any():
-            old, begins = result.rows[running], at[running]
-            self._next[old] = ends = begins + result.lengths[running]
-            self._last = max(self._last, int(ends.max()))
-            self._fit(int(begins.min()))
+        begins = self._next[rows]
+        count = int(np.count_nonzero(begins >= 0))
+        self._decodes = count > 0
+        if count:
+            if count < len(rows):
+                running = begins >= 0
+                rows, begins, lengths = rows[running], begins[running], lengths[running]
+            self._next[rows] = ends = begins + lengths
+            first, self._last = int(begins.min()), max(self._last, int(ends.max()))
+            self._fit(first)
             np.add.at(self._more, begins - self._begin, 1)
             np.add.at(self._more, ends - self._begin, -1)
-            self._others[begins.min() - self._begin] += positions - len(old)
+            self._others[first - self._begin] += positions - count
             self._steps += 1
         else:
             _add(self._plain, positions)
-        for row in result.rows[~running & (result.lengths > 0)].tolist():
-            self._next[row] = self._enter()
-        self._decodes = bool(running.any())
+        if count < len(result.rows):
+            for row in result.rows[(self._next[result.rows] < 0) & (result.lengths > 0)].tolist():
+                self._next[row] = self._enter()
 
     def record(self, result: StepResult, seconds: Seconds, lookups_s: float = 0.0) -> None:
         """Record the seconds of a step, after `commit`; `lookups_s`: the part of `seconds.own` that is for drafts."""
