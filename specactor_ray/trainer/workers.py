@@ -255,11 +255,29 @@ def answer(function: Callable[[Any], Any], request: Any, work: Work) -> Outcome:
         signal.signal(signal.SIGALRM, before)
 
 
+def ignore_sigterm_but_in_forks() -> None:
+    """Ignore SIGTERM from now on. Forks end by it, also by one that arrives before they have their own handler, as from
+    a `multiprocessing.Pool` that ends at once; without that the pool would wait for them forever."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def end_by_sigterm() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        restore()
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=end_by_sigterm)
+
+
 def _end_with_driver() -> None:
     """Let the kernel kill the whole group when the other end of stdin closes, even if native code hangs here, and not
-    before: Ray sends SIGTERM to all processes of a stopped job, whose driver still needs rewards. Forks end by it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    before: Ray sends SIGTERM to all processes of a stopped job, whose driver still needs rewards."""
+    ignore_sigterm_but_in_forks()
     lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -75,6 +75,37 @@ def test_what_fails_costs_its_own_sample_only(
     assert score(function, samples(4), timeout_s=timeout_s) == 2 * outcomes
 
 
+EARLY_SIGTERM = """
+import os, signal, time
+from specactor_ray.trainer.workers import ignore_sigterm_but_in_forks
+
+begun, sent = os.pipe(), os.pipe()
+
+def wait_for_the_signal():
+    os.write(begun[1], b"x")
+    os.read(sent[0], 1)
+
+os.register_at_fork(after_in_child=wait_for_the_signal)  # runs before the hooks that are registered later
+ignore_sigterm_but_in_forks()
+os.kill(os.getpid(), signal.SIGTERM)
+pid = os.fork()
+if not pid:
+    time.sleep(60)
+    os._exit(0)
+os.read(begun[0], 1)
+os.kill(pid, signal.SIGTERM)
+os.write(sent[1], b"x")
+print(os.WTERMSIG(os.waitpid(pid, 0)[1]), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_a_fork_ends_by_a_sigterm_that_comes_before_its_handler() -> None:
+    """As where a `multiprocessing.Pool` ends before its last process has begun."""
+    command = [sys.executable, "-c", EARLY_SIGTERM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == (f"{int(signal.SIGTERM)} set()\n", "")
+
+
 def test_a_process_that_dies_is_replaced_a_few_times(tmp_path: Path) -> None:
     """The first sample's process dies once, the second's always."""
     metadata = [{"marks": str(tmp_path), "times": times} for times in (1, 99)]
