@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.config.fields import reject_unlisted
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
-from specactor_ray.core.errors import ConfigError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward
@@ -174,10 +175,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "retry":
 def find_environment(name: str) -> type[Environment]:
     """The environment with this name, or the user's own `package.module:Class`. Raises ConfigError."""
     if ":" not in name:
-        if name not in ENVIRONMENTS:
-            known = ", ".join(sorted(ENVIRONMENTS))
-            problem = f"{clipped(name)} is not known.{did_you_mean(name, ENVIRONMENTS)}"
-            raise ConfigError(_KEY, problem, f"use one of {known}, or package.module:Class.")
+        reject_unlisted(_KEY, name, (*sorted(ENVIRONMENTS), "package.module:Class"))
         return ENVIRONMENTS[name]
     found = import_named(name, _KEY)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from specactor_ray.config.fields import reject_unlisted
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, did_you_mean, place_of
+from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, place_of
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, has_reference, is_blank
 from specactor_ray.trainer.workers import Work, WorkerPool
@@ -107,10 +108,7 @@ def find_reward(name: str) -> RewardFunction:
     """The reward function with this name, or the user's own `package.module:function`. Raises ConfigError if it does
     not exist, cannot be called with a sample, or needs a module that cannot be imported."""
     if ":" not in name:
-        if name not in REWARDS:
-            known = ", ".join(sorted(REWARDS))
-            fix = f"use one of {known}, or package.module:function."
-            raise ConfigError("reward.functions", f"{name!r} is not known.{did_you_mean(name, REWARDS)}", fix)
+        reject_unlisted("reward.functions", name, (*sorted(REWARDS), "package.module:function"))
         if name in _NEEDS:
             try:
                 importlib.import_module(_NEEDS[name])

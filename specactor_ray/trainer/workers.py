@@ -218,6 +218,7 @@ def main() -> None:
     cannot be done (else empty), then requests, each answered by an `Outcome`."""
     channel = Connection(int(sys.argv[1]))
     del sys.argv[1:]
+    ignore_sigterm_but_in_forks()
     _end_with_driver()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # as for Ray's workers: the kernel kills these first when memory is short
@@ -256,8 +257,11 @@ def answer(function: Callable[[Any], Any], request: Any, work: Work) -> Outcome:
 
 
 def ignore_sigterm_but_in_forks() -> None:
-    """Ignore SIGTERM from now on. Forks end by it, also by one that arrives before they have their own handler, as from
-    a `multiprocessing.Pool` that ends at once; without that the pool would wait for them forever."""
+    """Ignore SIGTERM, which Ray sends to all processes of a stopped job while its driver still collects outcomes.
+
+    SIGTERM ends forks. It is blocked during a fork, so that one which arrives before the fork has the default handler
+    is not lost: a `multiprocessing.Pool` would wait for that process forever.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     before = threading.local()
 
@@ -275,9 +279,7 @@ def ignore_sigterm_but_in_forks() -> None:
 
 
 def _end_with_driver() -> None:
-    """Let the kernel kill the whole group when the other end of stdin closes, even if native code hangs here, and not
-    before: Ray sends SIGTERM to all processes of a stopped job, whose driver still needs rewards."""
-    ignore_sigterm_but_in_forks()
+    """Let the kernel kill the process group when the other end of stdin closes, even while native code hangs."""
     lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -93,10 +93,10 @@ class StepMetrics:
 class PlainEstimate:
     """Seconds of plain steps that would have committed the tokens of the recorded steps.
 
-    In plain decoding a request commits one token in each step from its entry on. It enters at the earliest end of a
-    request whose slot is still free, or at the step of the slowest running request if that is later. What plain steps
-    take is the mean of measured ones with as many positions, with straight lines between; below the smallest measured
-    one by the slope over all, but at most in proportion. Cores and GPUs of draft actors are not counted.
+    A request commits one token in each plain step after it enters. It enters when the earliest free slot was freed, but
+    not before the next step of the slowest running request. The seconds of a plain step are the mean of measured steps
+    with as many positions, interpolated between them; below the smallest measured step they follow the slope over all
+    steps, at most in proportion. Cores and GPUs of draft actors are not counted.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def test_merge_adds_up_at_any_length_and_derives_ratios() -> None:
 
 
 class Batch:
-    """Requests of given lengths in a batch of `slots`, whose steps commit random numbers of tokens."""
+    """A batch with `slots` for requests of given lengths. Each step commits a random number of tokens per request."""
 
     def __init__(self, lengths: list[int], slots: int, base_s: float, position_s: float) -> None:
         self.lengths, self.slots, self.base_s, self.position_s = lengths, slots, base_s, position_s
