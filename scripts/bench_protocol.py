@@ -25,7 +25,9 @@ from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
@@ -46,13 +48,12 @@ class InstantEngine:
     vocab_size, max_model_len, weight_version = 1000, 1 << 20, 0
 
     def __init__(self, rows: int) -> None:
-        self.spent_s = 0.0
+        self.spent_s, self.table = 0.0, RequestTable(vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         self._truth = np.zeros((rows, LENGTH), np.int32)
-        self._committed = np.zeros(rows, np.int32)
         self._rows = np.zeros(0, np.int32)
 
-    def add(self, row: int, request: TargetRequest) -> None:
-        self._truth[row] = output_of(request.sampling.seed)
+    def add(self, row: int) -> None:
+        self._truth[row] = output_of(self.table.requests[row].sampling.seed)
         self._rows = np.append(self._rows, np.int32(row))
 
     def decoding(self) -> np.ndarray:
@@ -65,7 +66,7 @@ class InstantEngine:
         begin = time.thread_time()
         rows, drafted, firsts = self._rows, *np.zeros((2, len(self._rows)), np.int32)
         drafted[drafts.rows], firsts[drafts.rows] = drafts.lengths, np.cumsum(drafts.lengths) - drafts.lengths
-        drafted, firsts, starts = drafted[rows], firsts[rows], self._committed[rows]
+        drafted, firsts, starts = drafted[rows], firsts[rows], self.table.committed[rows]
         column = np.arange(drafted.max(initial=0))
         within = column < drafted[:, None]
         guesses = drafts.tokens[np.where(within, firsts[:, None] + column, 0)]
@@ -74,7 +75,7 @@ class InstantEngine:
         lengths = accepted + np.int32(1)
         column = np.arange(lengths.max(initial=0))
         tokens = self._truth[rows[:, None], starts[:, None] + column][column < lengths[:, None]]
-        self._committed[rows] += lengths
+        self.table.append(rows, lengths, tokens)
         logprobs, finish = np.full(len(tokens), -1.0, np.float32), np.zeros(len(rows), np.uint8)
         result = StepResult(rows, starts, lengths, tokens, logprobs, None, drafted, accepted, finish)
         result.num_tokens = len(rows) + int(drafted.sum())
@@ -146,7 +147,7 @@ def verifier_ms(rows: int, drafters: int, branches: int = 0, sends: bool = True)
     oracles = [Oracle(f"oracle{number}-0#1", seeds, branches, sends) for number in range(drafters)]
     engine = InstantEngine(rows)
     config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all, race=RaceName.always)
-    drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows, branches=branches)
+    drafting = Drafting("verifier-0#1", False, config, engine.table, max_batch=rows, branches=branches)
     loop = VerifyLoop(engine, drafting)  # type: ignore[arg-type]  # the methods that the loop does not call here
     loop.set_drafters(
         {
@@ -162,7 +163,7 @@ def verifier_ms(rows: int, drafters: int, branches: int = 0, sends: bool = True)
 def hosted_ms(rows: int) -> float:
     """Milliseconds of one verify step with a hosted `suffix`, its look-ups included."""
     engine, config = InstantEngine(rows), SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all)
-    drafting = Drafting("verifier-0#1", True, config, engine.vocab_size, max_batch=rows)
+    drafting = Drafting("verifier-0#1", True, config, engine.table, max_batch=rows)
     drafter = DraftLoop("suffix-0#1", SuffixProposer(max_batch=rows))
     spec = DrafterSpec("suffix", window=WINDOW, max_batch=rows)
     hosted = HostedDrafter(spec, Link(direct_sender(drafter.deliver)), drafter)

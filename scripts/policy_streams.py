@@ -18,13 +18,15 @@ from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.core.clock import SystemClock
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.plan.costs import StepCost
-from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
+from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.racing import Assigner
-from specactor_ray.verify.table import Acceptance, RequestTable
 
 V, D = 0.02, 0.002
 """Seconds of a plain step, and of a draft token."""
@@ -83,11 +85,11 @@ class Engine:
         self._clock, self._slope, self.steps = clock, slope, 0
         self.beside: list[Model] = []
         """Models that draft during a step."""
-        self._rows, self._committed = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self.table = RequestTable(vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        self._rows = np.zeros(0, np.int32)
 
-    def add(self, row: int, request: TargetRequest) -> None:
+    def add(self, row: int) -> None:
         self._rows = np.append(self._rows, np.int32(row))
-        self._committed = np.append(self._committed, np.int32(0))
 
     def decoding(self) -> np.ndarray:
         return self._rows
@@ -108,9 +110,9 @@ class Engine:
         within = column < drafted[:, None]
         guesses = drafts.tokens[np.where(within, firsts[:, None] + column, 0)] if len(drafts.tokens) else within * 0
         accepted = np.logical_and.accumulate(within & (guesses == 1), axis=1).sum(axis=1).astype(np.int32)
-        lengths, starts = accepted + np.int32(1), self._committed.copy()
-        self._committed += lengths
+        lengths, starts = accepted + np.int32(1), self.table.committed[rows]
         tokens = np.ones(lengths.sum(), np.int32)
+        self.table.append(rows, lengths, tokens)
         finish, logprobs = np.zeros(len(rows), np.uint8), np.full(len(tokens), -1.0, np.float32)
         result = StepResult(rows, starts, lengths, tokens, logprobs, None, drafted, accepted, finish)
         result.num_tokens = len(rows) + int(drafted.sum())
@@ -297,7 +299,7 @@ def run(stream: Stream, rows: int, slope: float, coupled: bool, seed: int = 0, o
     chances = np.random.default_rng(seed).random((len(METHODS), rows, PERIOD))
     models = [Model(*each, engine, clock) for each in zip(methods, stream.rates, chances, strict=False)]
     config = SpeculationConfig(window=WINDOW, race=RaceName.off)
-    drafting = Drafting("verifier-0#1", coupled, config, engine.vocab_size, max_batch=rows)
+    drafting = Drafting("verifier-0#1", coupled, config, engine.table, max_batch=rows)
     if oracle:
         policy = drafting.policy
         policy.acceptance, policy.cost = TrueRates(engine, stream.rates), TrueCost(engine)

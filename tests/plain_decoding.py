@@ -10,7 +10,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from tests.unit.engine_conformance import run
 from tests.unit.target.test_hf_engine import load, make
 

@@ -260,7 +260,7 @@ def _eagle_examples() -> list[Any]:
     from specactor_ray.models.loading import load_model
     from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
     from specactor_ray.models.weight_buckets import from_wire
-    from specactor_ray.target.base import TargetRequest
+    from specactor_ray.table.requests import TargetRequest
     from specactor_ray.target.hf import HfEngine
 
     model = load_model(str(tiny_target()))
@@ -269,7 +269,7 @@ def _eagle_examples() -> list[Any]:
     prompts = tiny_prompt_ids(96, seed=77)
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=index)
-        engine.add(index, TargetRequest(str(index), prompt, sampling))
+        engine.add(engine.table.open(TargetRequest(str(index), prompt, sampling)))
     tokens: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     states: dict[int, list[Any]] = {index: [] for index in range(len(prompts))}
     while engine.has_work():

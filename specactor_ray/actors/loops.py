@@ -12,7 +12,7 @@ from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftEndpoint
 from specactor_ray.core.clock import Thread
 from specactor_ray.core.metrics import drafter_rows, verifier_rows
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, HostedDrafter

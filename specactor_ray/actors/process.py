@@ -90,7 +90,7 @@ class ActorHost:
             spec.actor_id,
             spec.config.mode is ModeName.coupled,
             spec.config.speculation,
-            engine.vocab_size,
+            engine.table,
             spec.config.target.max_batch,
             spec.window,
             spec.branches,

@@ -31,8 +31,8 @@ from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.plan.costs import CostPoint
-from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
-from specactor_ray.target.rows import refuse_impossible
+from specactor_ray.table.requests import TargetRequest, refuse_impossible
+from specactor_ray.target.base import Drafts, TargetEngine, build_engine
 
 RECORDED = 16
 """Samples on which acceptance is measured."""
@@ -218,7 +218,8 @@ def _prefill(engine: TargetEngine, recorded: Sequence[CorpusRecord], context: in
     text, count, room = TextStream(recorded), max(axes.batches), axes.room(context)
     sampling = replace(recorded[0].sampling, max_tokens=room, ignore_eos=True, stop_token_ids=(), stop=())
     for row in range(count):
-        engine.add(row, TargetRequest(f"row-{row}", text.tokens(9973 * row, 9973 * row + context), sampling))
+        request = TargetRequest(f"row-{row}", text.tokens(9973 * row, 9973 * row + context), sampling)
+        engine.add(engine.table.open(request))
     while len(engine.decoding()) < count:
         before = len(engine.decoding())
         read = engine.step().num_prefill_tokens

@@ -16,7 +16,7 @@ from specactor_ray.controller.members import Member
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import range_number
 from specactor_ray.plan.search import best_ahead, geometric
-from specactor_ray.verify.table import PRIOR
+from specactor_ray.verify.acceptance import PRIOR
 
 logger = logging.getLogger(__name__)
 

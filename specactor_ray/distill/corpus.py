@@ -25,7 +25,8 @@ from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.models.identity import model_identity
 from specactor_ray.models.weight_buckets import from_wire, to_wire
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.table.requests import Finish, TargetRequest
+from specactor_ray.target.base import StepResult, TargetEngine
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +149,16 @@ def collect(
     while True:
         underway = have + sum(len(entry.tokens) for entry in running.values())
         while waiting and len(running) < max_open and underway < budget:
-            row, index = next(row for row in range(max_open) if row not in running), waiting.popleft()
-            engine.add(row, store.requests[index])
+            index = waiting.popleft()
+            row = engine.table.open(store.requests[index])
+            engine.add(row)
             running[row] = _Running(index)
         if not running:
             break
-        have += _take(engine.step(), running, store)
+        result = engine.step()
+        have += _take(result, running, store)
+        for row in result.rows[result.finish != Finish.RUNNING].tolist():
+            engine.table.close(row)
         if on_progress is not None:
             on_progress(have + sum(len(entry.tokens) for entry in running.values()))
     return store.beginning(token_budget)

@@ -1,5 +1,5 @@
 """Kernels of `slots.py` and `chains.py`, compiled by numba: many slots in one call. They are in one file for the
-reason given in `verify/_kernels.py`."""
+reason given in `table/_kernels.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of `paged_cache.py`, compiled by numba. They are in one file for the reason given in `verify/_kernels.py`."""
+"""Kernels of `paged_cache.py`, compiled by numba. They are in one file for the reason given in `table/_kernels.py`."""
 
 from __future__ import annotations
 

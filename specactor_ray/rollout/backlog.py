@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 
 Batches = dict[str, list[TargetRequest]]
 """Verifier → requests to submit to it."""

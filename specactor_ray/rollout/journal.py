@@ -15,7 +15,7 @@ import numpy as np
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.stops import Stop, StopFinder
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.messages import Finished, Progress, RequestStats, Verified
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])

@@ -19,7 +19,7 @@ from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP
 from specactor_ray.core.errors import ActorLostError, SpecActorError
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.messages import FinishedOutput, ToRollout
 
 logger = logging.getLogger(__name__)

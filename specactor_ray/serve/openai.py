@@ -25,7 +25,7 @@ from specactor_ray.serve.requests import (
     TokenId,
 )
 from specactor_ray.serve.service import Service, Serving
-from specactor_ray.target.rows import refuse_unknown
+from specactor_ray.table.requests import refuse_unknown
 
 _CHOOSABLE = ("add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that requests set; all others of its names are no template variables."""

@@ -25,8 +25,7 @@ from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.requests import MOST_CHOICES, OPENAI, Refusal, Wanted, wanted_of
 from specactor_ray.serve.vocabulary import Vocabulary
-from specactor_ray.target.base import TargetRequest
-from specactor_ray.target.rows import refuse_impossible
+from specactor_ray.table.requests import TargetRequest, refuse_impossible
 
 if TYPE_CHECKING:
     from specactor_ray.actors.specs import ClusterView

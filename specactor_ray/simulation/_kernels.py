@@ -1,6 +1,6 @@
 """Kernels over the rows of a simulated engine and the slots of a simulated drafter, compiled by numba.
 
-They are in one file for the reason given in `verify/_kernels.py`.
+They are in one file for the reason given in `table/_kernels.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from specactor_ray.core.jit import kernel
 from specactor_ray.draft._kernels import Lines, Planes
-from specactor_ray.target.base import Finish
+from specactor_ray.table.requests import Finish
 
 _jit: Any = kernel()
 

@@ -12,7 +12,9 @@ from specactor_ray.core.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
-from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.table.requests import Finish
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
 from specactor_ray.transport.messages import States
 
 
@@ -32,7 +34,7 @@ class SimulatedEngine:
         self.closed = False
         self._clock, self._world = clock, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
-        self._requests: dict[int, TargetRequest] = {}
+        self.table = RequestTable(vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         self._admitted: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._numbers = np.zeros((5, 0), np.int32)
@@ -46,18 +48,14 @@ class SimulatedEngine:
 
     # ---- requests ----
 
-    def add(self, row: int, request: TargetRequest) -> Finish | None:
-        prompt, most = len(request.prompt_token_ids), request.sampling.max_tokens
+    def add(self, row: int) -> None:
+        request, prompt = self.table.requests[row], int(self.table.prompts[row])
+        most, committed = request.sampling.max_tokens, len(self.table.output(row))
         if prompt + most > min(self.max_model_len, self._cache_tokens):
             raise InputError("the prompt is too long")
         if request.sampling.logprobs:
             raise InputError("sampling.logprobs: simulated engines have no probabilities")
-        committed = len(request.committed_token_ids)
         output = self._world.text.output(request.sampling, self.weight_version)
-        if committed and request.committed_token_ids[-1] in request.sampling.stop_token_ids:
-            return Finish.STOP
-        if committed >= len(output):
-            return Finish.LENGTH if len(output) == most else Finish.STOP
         for axis, needed in enumerate((row + 1, len(output))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
@@ -65,16 +63,13 @@ class SimulatedEngine:
             self._numbers = enlarged(self._numbers, 1, len(self._truth))
         self._truth[row, : len(output)] = output
         self._numbers[:, row] = prompt, committed, len(output), prompt + committed, most
-        self._requests[row] = request
         self._waiting[row] = None
-        return None
 
     def remove(self, row: int) -> None:
         if row in self._admitted:
             del self._admitted[row]
             self.cached_tokens -= self._context(row)
         self._waiting.pop(row, None)
-        self._requests.pop(row, None)
 
     def decoding(self) -> np.ndarray:
         self._admit()
@@ -82,7 +77,7 @@ class SimulatedEngine:
         return rows[self._numbers[_kernels.MISSING, rows] == 0]
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._admitted or self._waiting)
 
     def _in_order(self) -> np.ndarray:
         """Admitted rows, int32 `(n,)`, oldest first."""
@@ -105,6 +100,7 @@ class SimulatedEngine:
         clock.work(seconds + decoded * (row_us / 1e6))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
         rows, starts, lengths, tokens, verified, accepted, finish = columns
+        self.table.append(rows, lengths, tokens)
         self.cached_tokens += len(tokens)
         for row in rows[finish != Finish.RUNNING].tolist():
             self.remove(row)

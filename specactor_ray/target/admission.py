@@ -11,9 +11,9 @@ from collections.abc import Callable, Container
 
 import numpy as np
 
-from specactor_ray.core.ragged import common_prefix, enlarged
+from specactor_ray.core.ragged import common_prefix
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.target.rows import EngineRows
+from specactor_ray.table.table import RequestTable
 
 _FIRST_RESERVATION = 128
 """Output tokens for which cache is reserved when a request is admitted; the reservation grows later."""
@@ -27,33 +27,37 @@ class Admission:
     """The queue of an engine and the cache rows of its admitted requests, at most `max_batch`, which use each other's
     prefixes."""
 
-    def __init__(self, rows: EngineRows, cache: PagedCache, max_batch: int) -> None:
-        self._rows, self._cache, self._max_batch = rows, cache, max_batch
-        self.context = np.zeros((0, 0), np.int32)
-        """int32 `(rows, tokens)`: prompt and output tokens of each row."""
+    def __init__(self, table: RequestTable, cache: PagedCache, max_batch: int) -> None:
+        self._table, self._cache, self._max_batch = table, cache, max_batch
         self.prefixes = PrefixCache(cache)
         self._cached: dict[int, int] = {}
         """Admitted row → its row in the cache, in the order of admission."""
         self._waiting: deque[int] = deque()
 
-    def add(self, row: int, tokens: list[int]) -> None:
-        """Queue a row with its prompt and output tokens."""
-        self.fit(row, len(tokens))
-        self.context[row, : len(tokens)] = tokens
+    def __len__(self) -> int:
+        """Number of rows, admitted and waiting."""
+        return len(self._cached) + len(self._waiting)
+
+    def rows(self) -> list[int]:
+        """All rows, admitted and waiting."""
+        return [*self._cached, *self._waiting]
+
+    def add(self, row: int) -> None:
+        """Queue a row."""
         self._waiting.append(row)
 
     def remove(self, row: int) -> None:
-        """Drop a row, admitted or waiting."""
+        """Drop a row, admitted or waiting; others are ignored."""
         if row in self._cached:
             self.release(row, self._num_cached(row))
-        else:
+        elif row in self._waiting:
             self._waiting.remove(row)
 
     def release(self, row: int, tokens: int) -> None:
         """End an admitted row, and keep this many tokens of it in the cache for requests that begin with them."""
         cached = self._cached.pop(row)
         self._cache.truncate(np.array([cached]), tokens)
-        self.prefixes.retain(cached, self.context[row, :tokens])
+        self.prefixes.retain(cached, self._table.lines[row, :tokens])
 
     def discard(self, row: int) -> None:
         """End an admitted row and free its cache."""
@@ -78,7 +82,7 @@ class Admission:
         later, prefilling = list[int](), self._prefilling() if self._waiting else set[bytes]()
         while self._waiting and len(self._cached) < self._max_batch:
             row = self._waiting.popleft()
-            tokens, shares = self.context[row, : self._rows.length[row] - 1], row not in alone
+            tokens, shares = self._table.lines[row, : self._table.lengths[row] - 1], row not in alone
             if (key := tokens.tobytes()) in prefilling and shares:
                 later.append(row)  # forks the prefix that another request is computing
             elif not self._open(row, tokens, shares):
@@ -104,28 +108,22 @@ class Admission:
             return np.ones(len(rows), np.bool_)
         return np.array([row in self._cached for row in rows.tolist()], np.bool_)
 
-    def fit(self, row: int, tokens: int) -> None:
-        """Make room for the context of a row with this many tokens."""
-        for axis, needed in enumerate((row + 1, tokens)):
-            if self.context.shape[axis] < needed:
-                self.context = enlarged(self.context, axis, max(needed, 2 * self.context.shape[axis], 32))
-
     def _prefilling(self) -> set[bytes]:
         """Contexts of admitted requests with much prefill left."""
         rows, cached = self.admitted()
-        rows = rows[self._rows.length[rows] - 1 - cached >= _LEAST_SHARED]
-        return {self.context[row, : self._rows.length[row] - 1].tobytes() for row in rows.tolist()}
+        rows = rows[self._table.lengths[rows] - 1 - cached >= _LEAST_SHARED]
+        return {self._table.lines[row, : self._table.lengths[row] - 1].tobytes() for row in rows.tolist()}
 
     def _open(self, row: int, tokens: np.ndarray, shares: bool) -> bool:
         """Assign a cache row to a request, with as many of its tokens as are cached. False: there is no room."""
-        cache, room = self._cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
+        cache, room = self._cache, min(int(self._table.limits[row]), len(tokens) + 1 + _FIRST_RESERVATION)
         source, common = self.prefixes.longest(tokens) if shares else (-1, 0)
         cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
         if not self._make_room(cached, room):
             cache.free(cached)
             return False
         self._cached[row] = cached
-        self.prefixes.add(cached, tokens, lambda: self.context[row, : cache.lengths[cached]])
+        self.prefixes.add(cached, tokens, lambda: self._table.lines[row, : cache.lengths[cached]])
         return True
 
     def _num_cached(self, row: int) -> int:

@@ -1,9 +1,8 @@
 """Interface of target engines, which run requests on the target model, and the configured engine.
 
-One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits for each row
-the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray. A request
-has a row from `add` to its end or `remove`; drafts and results are arrays with row numbers. Every engine passes
-`tests/unit/engine_conformance.py`.
+One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and appends to each row
+of the table the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray.
+Every engine passes `tests/unit/engine_conformance.py`.
 """
 
 from __future__ import annotations
@@ -11,30 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fitting_dtype
-from specactor_ray.core.types import SamplingParams, TopTokens
+from specactor_ray.core.types import TopTokens
+from specactor_ray.table.requests import Finish
 from specactor_ray.transport.messages import States
 
-
-@dataclass(frozen=True, slots=True)
-class TargetRequest:
-    """A request for an engine. `committed_token_ids` are output tokens that an earlier engine committed."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    committed_token_ids: tuple[int, ...] = ()
-    attempt: int = 0
-    """Number of the attempt, which grows when the request is sent again; a verifier begins each attempt at most
-    once."""
-    weight_version: int = 0
-    """Version of the weights that must generate its tokens."""
+if TYPE_CHECKING:
+    from specactor_ray.table.table import RequestTable
 
 
 class Drafts(NamedTuple):
@@ -43,8 +30,9 @@ class Drafts(NamedTuple):
     rows: np.ndarray
     """int32 `(n,)`: numbers of the rows, each once."""
     lengths: np.ndarray
-    """int32: draft tokens of each row, `(n,)`, and `(sum(lengths),)` of all rows, row by row."""
+    """int32 `(n,)`: number of draft tokens of each row."""
     tokens: np.ndarray
+    """int32 `(sum(lengths),)`: draft tokens of all rows, row by row."""
 
     @classmethod
     def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
@@ -55,25 +43,6 @@ class Drafts(NamedTuple):
 
 
 NO_DRAFTS = Drafts.of({})
-
-
-class Finish(IntEnum):
-    """End of a row's output."""
-
-    RUNNING = 0
-    STOP = 1
-    """The output ended with an end-of-sequence or stop id."""
-    LENGTH = 2
-    """The output reached max_tokens, or the context is full."""
-    ERROR = 3
-    """The row's logits cannot be sampled from."""
-
-    @property
-    def reason(self) -> str:
-        """`stop`, `length` or `error`."""
-        return self.name.lower()
-
-
 _no_integers = functools.partial(np.zeros, 0, np.int32)
 _no_floats = functools.partial(np.zeros, 0, np.float32)
 
@@ -83,10 +52,11 @@ class StepResult:
     """Tokens and costs of one engine step for `n` rows. Rows that were only prefilled are not included."""
 
     rows: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: numbers of the rows, each once; output position of each row's first token; number of committed
-    tokens, 0 for a row that ends with an error."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: number of committed tokens, 0 for a row that ends with an error."""
     tokens: np.ndarray = field(default_factory=_no_integers)
     """int32 `(sum(lengths),)`: for each row accepted draft tokens, then one recovered (first mismatch) or bonus (all
     matched) token; cut at a stop."""
@@ -96,9 +66,9 @@ class StepResult:
     margins: np.ndarray | None = None
     """float32, as `tokens`: perturbed top-2 margins, if the engine records them."""
     drafted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output; number of these that
-    equal the target's samples."""
+    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output."""
     accepted: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: number of these that equal the target's samples."""
     finish: np.ndarray = field(default_factory=_no_integers)
     """uint8 `(n,)`: `Finish` of each row. Rows that are not running have left the engine."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -130,23 +100,17 @@ class TargetEngine(Protocol):
     vocab_size: int
     max_model_len: int
     """Most prompt + output tokens of one request."""
+    table: RequestTable
+    """Its requests. The owner of the engine opens rows, and closes them when they have ended or were removed."""
     weight_version: int
     exports: bool
     """Whether results have `StepResult.states`. Verifiers, which call `states` where drafters need some, set False."""
 
-    def add(self, row: int, request: TargetRequest) -> Finish | None:
-        """Queue a request for admission, unless its committed tokens end its output.
-
-        `row` is its number from now on: a small one that no other request of the engine has, and that may be used again
-        when the request has ended. Returns the end of the output by the committed tokens, if nothing was queued.
-
-        Raises:
-            InputError: The request can never run (token id out of range, prompt longer than the context or the cache).
-                Nothing was queued; other requests are unaffected.
-        """
+    def add(self, row: int) -> None:
+        """Queue an open request of the table. InputError: the engine cannot run it; nothing was queued."""
 
     def remove(self, row: int) -> None:
-        """Drop a request, running or waiting, and free its cache. Rows without one are ignored."""
+        """Drop a request, running or waiting, and free its cache. Rows that the engine does not have are ignored."""
 
     def decoding(self) -> np.ndarray:
         """int32 `(n,)`: rows of the admitted requests for which the next step samples, so that a tail is useful."""

@@ -25,9 +25,11 @@ from specactor_ray.models.paged_cache import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
 from specactor_ray.sampling.probable import most_probable, prompt_scores
+from specactor_ray.table.requests import Finish
+from specactor_ray.table.table import RequestTable
 from specactor_ray.target.admission import Admission
-from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
-from specactor_ray.target.rows import EngineRows, fewest_first
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.target.rows import commit, cut, export, fewest_first
 from specactor_ray.transport.messages import States
 
 _MOST_SCORED = 512
@@ -133,8 +135,13 @@ class HfEngine:
         self.record_margins = record_margins
         self.weight_version, self.exports = 0, bool(model.cache.states.shape[1])
         self._asleep = False
-        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
-        self._admission = Admission(self._rows, model.cache, max_batch)
+        self.table = RequestTable(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=eos_token_ids,
+            device=model.device,
+        )
+        self._admission = Admission(self.table, model.cache, max_batch)
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
 
@@ -153,29 +160,25 @@ class HfEngine:
 
     # ---- requests ----
 
-    def add(self, row: int, request: TargetRequest) -> Finish | None:
-        if (finish := self._rows.open(row, request)) is not None:
-            return finish
-        self._admission.add(row, [*request.prompt_token_ids, *request.committed_token_ids])
-        if request.sampling.prompt_logprobs:
-            self._scores[row] = np.zeros((len(request.prompt_token_ids) - 1, 3), np.float32)
-        return None
+    def add(self, row: int) -> None:
+        self._admission.add(row)
+        if self.table.requests[row].sampling.prompt_logprobs:
+            self._scores[row] = np.zeros((int(self.table.prompts[row]) - 1, 3), np.float32)
 
     def remove(self, row: int) -> None:
         self._scores.pop(row, None)
-        if self._rows.close(row):
-            self._admission.remove(row)
+        self._admission.remove(row)
 
     def decoding(self) -> np.ndarray:
         rows, cached = self._admission.admitted()
-        decoding: np.ndarray = rows[self._rows.length[rows] - cached == 1]
+        decoding: np.ndarray = rows[self.table.lengths[rows] - cached == 1]
         return decoding
 
     def has_work(self) -> bool:
-        return bool(self._rows.requests)
+        return len(self._admission) > 0
 
     def close(self) -> None:
-        for row in list(self._rows.requests):
+        for row in self._admission.rows():
             self.remove(row)
         self._admission.prefixes.clear()
         if self._decode is not None:
@@ -226,7 +229,7 @@ class HfEngine:
             self._asleep = False
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        cache, known = self._model.cache, np.minimum(self._admission.num_cached(rows), self._rows.length[rows] - 1)
+        cache, known = self._model.cache, np.minimum(self._admission.num_cached(rows), self.table.lengths[rows] - 1)
         chosen, lengths = fewest_first(known, starts, most)
         rows, starts = rows[chosen], starts[chosen]
         pages = cache.page_table(self._admission.cache_rows(rows), starts + lengths)
@@ -248,7 +251,7 @@ class HfEngine:
         scores, tops = dict[int, np.ndarray](), None
         batch = self._step_for(plan, counts)
         if batch is not None and self._decode is not None:
-            positions, rules = self._rows.length[plan.rows], self._rows.rules.table[plan.rows]
+            positions, rules = self.table.lengths[plan.rows], self.table.rules.table[plan.rows]
             inputs = cache_rows, counts, plan.drafted, tokens, tails, positions, rules
             found = Found(self._decode.run(batch, *inputs)[plan.samples])
             forward_s, sampling_s = time.perf_counter() - begin, 0.0
@@ -269,7 +272,7 @@ class HfEngine:
 
     def _step_for(self, plan: _Plan, counts: np.ndarray) -> StaticBatch | None:
         """The captured step for a plan; None: it is eager."""
-        rules = self._rows.rules
+        rules = self.table.rules
         if self._decode is None or plan.scored.any() or (rules.any_tops and rules.tops[plan.rows].any()):
             return None
         return self._decode.find(counts, int(plan.drafted.max()))
@@ -277,13 +280,13 @@ class HfEngine:
     def _plan(self, drafts: Drafts) -> _Plan:
         """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""
         rows, cached = self._admission.admitted()
-        pending = self._rows.length[rows] - cached
+        pending = self.table.lengths[rows] - cached
         order = np.argsort(pending > 1, kind="stable")
         rows, cached, pending = rows[order], cached[order], pending[order]
         decoding = int(np.count_nonzero(pending == 1))
         budget = self.max_step_tokens - decoding
         firsts, drafted = np.zeros((2, len(rows)), np.int64)
-        firsts[:decoding], drafted[:decoding] = self._rows.cut(rows[:decoding], drafts, self.max_model_len, budget)
+        firsts[:decoding], drafted[:decoding] = cut(self.table, rows[:decoding], drafts, self.max_model_len, budget)
         budget += decoding - int(drafted.sum())
         unscored, most = np.zeros(len(rows), np.int64), pending
         if self._scores:
@@ -298,7 +301,7 @@ class HfEngine:
     def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """Input tokens of the plan, int32, row by row."""
         tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
-        context = self._admission.context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
+        context = self.table.lines[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
         tokens[places(offsets, plan.context)] = context
         tokens[places(offsets + plan.context, plan.drafted)] = tails
         return tokens
@@ -309,7 +312,7 @@ class HfEngine:
         complete = dict[int, np.ndarray]()
         for i in np.flatnonzero(plan.scored).tolist():
             row, begin, count = int(plan.rows[i]), int(plan.cached[i]), int(plan.scored[i])
-            tokens = self._admission.context[row, begin + 1 : begin + 1 + count]
+            tokens = self.table.lines[row, begin + 1 : begin + 1 + count]
             part = logits[offsets[i] : offsets[i] + count]
             self._scores[row][begin : begin + count] = prompt_scores(part, tokens)
             if begin + count == len(self._scores[row]):
@@ -320,29 +323,25 @@ class HfEngine:
     def _verify(
         self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray
     ) -> tuple[Found, TopTokens | None]:
-        offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
+        offsets, positions = begins(drafted), self.table.lengths[rows].astype(np.int64)
         firsts = offsets[:-1] + np.arange(len(rows))
-        rules, margins = self._rows.rules, self.record_margins
+        rules, margins = self.table.rules, self.record_margins
         found = verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, 1 + margins)
         return found, most_probable(logits, firsts, found, rows, rules)
 
     def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, tops: TopTokens | None) -> StepResult:
-        before, admission = self._rows.length[rows], self._admission
-        result = self._rows.commit(rows, drafted, found, self.record_margins, tops)
-        if len(rows):
-            admission.fit(0, int(self._rows.length[rows].max()))
-        admission.context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
+        table, admission = self.table, self._admission
+        result = commit(table, rows, drafted, found, self.record_margins, tops)
         if self.exports:
-            result.states = self._rows.export(self.states, rows)
+            result.states = export(table, self.states, rows)
         running = rows[result.finish == Finish.RUNNING]
-        self._model.cache.truncate(admission.cache_rows(running), self._rows.length[running] - 1)
+        self._model.cache.truncate(admission.cache_rows(running), table.lengths[running] - 1)
         for row, finish in zip(rows.tolist(), result.finish.tolist(), strict=True):
             if finish == Finish.RUNNING:
                 continue
-            self._rows.close(row)
             self._scores.pop(row, None)
             if finish == Finish.ERROR:
                 admission.discard(row)
             else:
-                admission.release(row, int(self._rows.length[row]) - 1)
+                admission.release(row, int(table.lengths[row]) - 1)
         return result

@@ -33,8 +33,10 @@ from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.probable import top_tokens
-from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
-from specactor_ray.target.rows import EngineRows, fewest_first
+from specactor_ray.table.requests import Finish, TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.target.rows import commit, cut, export, fewest_first
 from specactor_ray.target.vllm_cpu import is_cpu_build, kernel_scan_without_llvmlite, ranks_with_interpreter
 from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_graphs import check_graphs
@@ -121,7 +123,8 @@ class VllmEngine:
         self.weight_version, self.exports = 0, bool(config.hidden_layers)
         self._cached: dict[int, tuple[Sequence[Any], int]] = {}
         """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
-        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
+        context = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
+        self.table = RequestTable(**context, eos_token_ids=eos)
         try:
             self._group, self._block = states_group(self._core.scheduler.kv_cache_config)
             if config.tensor_parallel > 1:
@@ -153,12 +156,11 @@ class VllmEngine:
                 logger, f"Steps run as a CUDA graph per layer, since those of whole steps are wrong here: {problem}"
             )
 
-    def add(self, row: int, request: TargetRequest) -> Finish | None:
-        if (finish := self._rows.open(row, request)) is not None:
-            return finish
+    def add(self, row: int) -> None:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
+        request, context = self.table.requests[row], self.table.lines[row, : self.table.lengths[row]]
         sampling = request.sampling
         rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.logprobs]
         keyed = {"base": sampling.first_position - len(request.prompt_token_ids), "rule": rule}
@@ -173,15 +175,12 @@ class VllmEngine:
         self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
         self._row_of[core_id] = row
         unused = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
-        ids = [*request.prompt_token_ids, *request.committed_token_ids]
-        given = {"prompt_token_ids": ids, "sampling_params": params, "arrival_time": time.time()}
+        given = {"prompt_token_ids": context.tolist(), "sampling_params": params, "arrival_time": time.time()}
         queued = EngineCoreRequest(request_id=core_id, **given, **unused)
         self._core.add_request(*self._core.preprocess_add_request(queued))
-        return None
 
     def remove(self, row: int) -> None:
-        if self._rows.close(row):
-            core_id = self._ids.pop(row)
+        if (core_id := self._ids.pop(row, None)) is not None:
             del self._row_of[core_id]
             self._core.abort_requests([core_id])
             if not self._row_of:
@@ -192,7 +191,7 @@ class VllmEngine:
         return np.array([row for row in rows if row >= 0], np.int32)
 
     def has_work(self) -> bool:
-        return bool(self._rows.requests)
+        return bool(self._ids)
 
     def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
         begin = time.perf_counter()
@@ -202,7 +201,7 @@ class VllmEngine:
         result = self._commit(done)
         for name, values in scores.items():  # vLLM treats tokens committed earlier as prompt
             if (row := self._row_of.get(name)) is not None:
-                result.prompt_logprobs[row] = values[: self._rows.prompt[row] - 1]
+                result.prompt_logprobs[row] = values[: self.table.prompts[row] - 1]
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
             self.remove(row)
         context = done.counts - done.drafted
@@ -225,7 +224,7 @@ class VllmEngine:
     def _tails(self, drafts: Drafts) -> dict[str, list[int]]:
         """Drafts of the requests that decode, by the id of the request, as far as they may be verified."""
         rows = self.decoding()
-        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
+        firsts, lengths = cut(self.table, rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
         flat, ends = drafts.tokens[places(firsts, lengths)].tolist(), begins(lengths).tolist()
         return {self._ids[row]: flat[ends[i] : ends[i + 1]] for i, row in enumerate(rows.tolist())}
 
@@ -237,10 +236,11 @@ class VllmEngine:
         found, tops = Found(done.packed[sampled]), None
         if done.tops is not None:
             offsets = (begins(done.drafted) + np.arange(len(rows) + 1))[:-1][sampled]
-            tops = top_tokens(*done.tops, offsets, found, rows[sampled], self._rows.rules)
-        result = self._rows.commit(rows[sampled], done.drafted[sampled], found, self._config.record_margins, tops)
+            tops = top_tokens(*done.tops, offsets, found, rows[sampled], self.table.rules)
+        margins = self._config.record_margins
+        result = commit(self.table, rows[sampled], done.drafted[sampled], found, margins, tops)
         if self.exports:
-            result.states = self._rows.export(self.states, rows[sampled])
+            result.states = export(self.table, self.states, rows[sampled])
         return result
 
     def _run_out(self) -> None:
@@ -254,7 +254,7 @@ class VllmEngine:
         caches, block = [self._cached.get(row) or self._cache_of(row) for row in rows.tolist()], self._block
         ids, ends = list[np.ndarray](), list[int]()
         for (blocks, computed), row, start in zip(caches, rows.tolist(), starts.tolist(), strict=True):
-            end, first = min(computed, int(self._rows.length[row]) - 1), start // block
+            end, first = min(computed, int(self.table.lengths[row]) - 1), start // block
             ids.append(np.array([one.block_id for one in blocks[first : -(-end // block)]], np.int64))
             ends.append(end if ids[-1].all() else start)  # 0: outside of a window
         chosen, lengths = fewest_first(np.array(ends, np.int64), starts, most)
@@ -308,13 +308,14 @@ class VllmEngine:
 
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         found = np.zeros((0, 3), np.float32)
-        row = max(self._rows.requests, default=-1) + 1
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True)
+        row = self.table.open(TargetRequest("probe", tuple(token_ids.tolist()), sampling))
         with self._requests_held():
-            self.add(row, TargetRequest("probe", tuple(token_ids.tolist()), sampling))
-            while row in self._rows.requests:
+            self.add(row)
+            while row in self._ids:
                 found = self.step().prompt_logprobs.get(row, found)
             self.reset_prefix_cache()
+        self.table.close(row)
         own: np.ndarray = found[:, 0]
         return own
 
@@ -351,8 +352,7 @@ class VllmEngine:
         self._core.wake_up()
 
     def close(self) -> None:
-        for row in list(self._rows.requests):
-            self._rows.close(row)
+        self._ids.clear()
         try:
             self._flight.close()  # raises what the step in flight raised
         finally:

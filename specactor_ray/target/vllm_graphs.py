@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import Drafts, TargetEngine
 
 _PROMPTS, _TOKENS = (5, 17, 33, 64), 24
 _FEWEST = 1 / 4
@@ -77,10 +78,8 @@ def _decode(engine: TargetEngine, most: int, truth: list[list[int]], window: int
         length = min(long, engine.max_model_len // 2)
         prompt = tuple(np.random.default_rng(row).integers(0, engine.vocab_size, length).tolist())
         tokens = min(most, engine.max_model_len - length)
-        engine.add(
-            row,
-            TargetRequest(f"check-{row}", prompt, SamplingParams(1.0, max_tokens=tokens, seed=row, ignore_eos=True)),
-        )
+        sampling = SamplingParams(1.0, max_tokens=tokens, seed=row, ignore_eos=True)
+        engine.add(engine.table.open(TargetRequest(f"check-{row}", prompt, sampling)))
     step = 0
     while engine.has_work():
         step += 1
@@ -93,4 +92,5 @@ def _decode(engine: TargetEngine, most: int, truth: list[list[int]], window: int
         for row, output, _ in result.outputs():
             found[row][0].extend(output)
             found[row][1].extend(itertools.islice(logprobs, len(output)))
+    engine.table.clear()
     return found

@@ -2,7 +2,7 @@
 
 Drafts are predictions for absolute output positions. Output position 0 is the first generated token of a request;
 "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated, reordered or late;
-the receiver checks it against its own state (`verify/table.py`, `draft/chains.py`).
+the receiver checks it against its own state (`table/table.py`, `draft/chains.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Kernels of the table and of the verify lengths, compiled by numba: ragged loops over (drafter, row, position).
+"""Kernels of the verify lengths, compiled by numba: ragged loops over (drafter, row, position).
 
-All kernels and their constants are in one file because numba's on-disk cache detects changes of a function's own file
-only. A kernel that Python calls is called once in `drafting.warm_up`; `tests/processes/test_warm_up.py` checks it.
-Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
+Kernels that call each other and their constants are in one file because numba's on-disk cache detects changes of a
+function's own file only. A kernel that Python calls is called once in `drafting.warm_up`;
+`tests/processes/test_warm_up.py` checks it. Arrays are those of `RequestTable`: by seat of the drafter, row of the
+request, draft position.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,186 +18,6 @@ _jit: Any = kernel()
 
 FREE = -1
 """Value for no seat."""
-REFUTED, RESCUED = 6, 7
-"""Places in `COUNTS`."""
-
-Planes = namedtuple(
-    "Planes",
-    "generation committed output assigned base tail length method evidence counts reached",
-)
-"""Arrays of `table.RequestTable`, named here so that numba's cache detects a change."""
-
-
-class Committed(NamedTuple):
-    """Results of a step for `n` requests, int32 `(n,)`: numbers of committed tokens, and these row by row; seats of the
-    verified tails (or `FREE`), and numbers of their verified and of their right tokens."""
-
-    rows: np.ndarray
-    counts: np.ndarray
-    tokens: np.ndarray
-    seats: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
-
-
-@_jit
-def unsent(rows: Any, sent: Any, committed: Any, output: Any) -> Any:
-    """Output tokens after the first `sent` of each row, which is updated: int32 lengths, and all tokens."""
-    lengths, end = np.empty(len(rows), np.int32), 0
-    for i in range(len(rows)):
-        lengths[i] = committed[rows[i]] - sent[rows[i]]
-    tokens = np.empty(lengths.sum(), np.int32)
-    for row in rows:
-        for k in range(sent[row], committed[row]):
-            tokens[end] = output[row, k]
-            end += 1
-        sent[row] = committed[row]
-    return lengths, tokens
-
-
-@_jit
-def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
-    """See `RequestTable.take`. Of the tails of a request, those that agree with the committed tokens and reach past
-    them are kept, in order. All are dropped if they claim more committed tokens than there are, or if the first that
-    agrees is older or shorter than the present one: by base, then by its rest."""
-    generation, committed, output = table.generation, table.committed, table.output
-    base, length, tail, places, window = table.base, table.length, table.tail, table.tail.shape[2], table.tail.shape[3]
-    unknown, end, place = np.zeros(len(rows), np.bool_), 0, 0
-    for i in range(len(rows)):
-        row, first, size = rows[i], end, lengths[i]
-        end += size
-        is_first = i == 0 or row != rows[i - 1]
-        place = 0 if is_first else place
-        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
-            unknown[i] = True
-            continue
-        behind, right = committed[row] - bases[i], 0
-        if behind < 0 or bases[i] < base[seat, row] or place == places:
-            continue
-        known = min(behind, size)
-        while right < known and tokens[first + right] == output[row, bases[i] + right]:
-            right += 1
-        table.counts[REFUTED] += is_first and right < known
-        left = min(size - behind, window) if right == behind else 0
-        if place == 0:
-            if left == 0 and behind > 0:
-                continue
-            if bases[i] == base[seat, row] and left < length[seat, row, 0]:
-                place = places
-                continue
-            table.counts[RESCUED] += not is_first
-            base[seat, row] = bases[i]
-            for k in range(places):
-                length[seat, row, k] = 0
-        if left > 0:
-            length[seat, row, place] = left
-            for k in range(left):
-                tail[seat, row, place, k] = tokens[first + behind + k]
-            place += 1
-    return unknown
-
-
-ROW_TRIES, METHOD_TRIES = 64.0, 256.0
-"""Memory for a request, and for a method: the draft tokens that count in the end."""
-_RECENT = 16.0
-"""Share of the newest of them, which replace the others where they differ beyond chance."""
-_CHANCE = 13.0
-"""Squared difference, in variances, beyond chance."""
-
-
-@_jit
-def _observe(evidence: Any, right: int, tried: int, memory: float) -> bool:
-    """Add draft tokens to hits and tries, and to the newest hits and tries, `(4,)`. Returns whether the acceptance has
-    changed, so that only the newest count from now on."""
-    for at, most in ((0, memory), (2, max(memory / _RECENT, float(tried)))):
-        keep = max(1.0 - tried / most, 0.0)
-        evidence[at] = keep * evidence[at] + right
-        evidence[at + 1] = keep * evidence[at + 1] + tried
-    tries, newest = evidence[1], evidence[3]
-    rate = (evidence[0] + 0.5) / (tries + 1.0)
-    spread = newest * rate * (1.0 - rate) / (2.0 - min(tried * _RECENT / memory, 1.0))  # of an exponential mean
-    changed = (evidence[2] - newest * rate) ** 2 > _CHANCE * spread
-    if changed:
-        evidence[:2] = evidence[2:]
-    return bool(changed)
-
-
-@_jit
-def _remember(rows: Any, fresh_of: Any, sums: Any, evidence: Any, ranges: Any, methods: Any) -> None:
-    """Add the hits and tries of a step, `sums`, to those of methods and ranges, and forget older ones. `fresh_of`:
-    whether the row had draft tokens of the method."""
-    methods[4] += 1
-    for kind in range(sums.shape[1]):
-        right, tried = sums[0, kind].sum(), sums[1, kind].sum()
-        if tried == 0:
-            continue
-        changed = _observe(methods[:4, kind], right, tried, METHOD_TRIES)
-        methods[4, kind] *= not changed
-        for part in range(sums.shape[2]):
-            keep = 0.0 if changed else max(1.0 - sums[1, kind, part] / METHOD_TRIES, 0.0)
-            for at in range(2):
-                ranges[at, kind, part] = keep * ranges[at, kind, part] + sums[at, kind, part]
-        # Other requests forget as fast, and at once what is no longer true of all.
-        keep = 0.0 if changed else max(1.0 - tried / fresh_of[:, kind].sum() / ROW_TRIES, 0.0)
-        for i in range(len(rows)):
-            if changed or not fresh_of[i, kind]:
-                for at in range(4):
-                    evidence[at, kind, rows[i]] *= keep
-
-
-@_jit
-def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
-    """Append committed tokens, count verified ones, and keep the tails that agree with the new tokens and reach past
-    them. Hits and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`),
-    those of the first tails only."""
-    rows, lengths, tokens, seats, drafted, accepted = step
-    committed, output, evidence = table.committed, table.output, table.evidence
-    length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
-    places, window, first = tail.shape[2], tail.shape[3], 0
-    sums, fresh_of = np.zeros((2, *ranges.shape[1:]), np.int64), np.zeros((len(rows), evidence.shape[1]), np.bool_)
-    counts[0] += len(rows)  # in the order of `COUNTS`
-    counts[1] += len(tokens)
-    for i in range(len(rows)):
-        row, fresh, part = rows[i], lengths[i], bucket[i]
-        if seats[i] != FREE:
-            counts[2] += length[seats[i], row, 0]
-            counts[3] += length[seats[i], row, 0] > 0
-            counts[4] += drafted[i]
-            counts[5] += accepted[i]
-            for k in range(min(drafted[i], window)):
-                reached[0, k] += 1
-                reached[1, k] += k < accepted[i]
-        start = committed[row]
-        for k in range(fresh):
-            output[row, start + k] = tokens[first + k]
-        for seat in range(len(method)):
-            kind, place = method[seat], 0
-            for k in range(places):
-                have, right = length[seat, row, k], 0
-                if have == 0:
-                    break
-                tested = min(have, fresh)
-                while right < tested and tail[seat, row, k, right] == tokens[first + right]:
-                    right += 1
-                if k == 0:
-                    tried = min(right + 1, tested)
-                    _observe(evidence[:, kind, row], right, tried, ROW_TRIES)
-                    fresh_of[i, kind] = True
-                    sums[0, kind, part] += right
-                    sums[1, kind, part] += tried
-                    counts[REFUTED] += right < tested
-                length[seat, row, k] = 0
-                if right == fresh and have > fresh:
-                    counts[RESCUED] += place == 0 and k > 0
-                    length[seat, row, place] = have - fresh
-                    for at in range(have - fresh):
-                        tail[seat, row, place, at] = tail[seat, row, k, fresh + at]
-                    place += 1
-        committed[row] = start + fresh
-        first += fresh
-    _remember(rows, fresh_of, sums, evidence, ranges, methods)
-
-
 _PARTS = 256
 """Parts of the range of gains, and again of the part that decides: 1/65536 is the least difference that counts."""
 _SEVERAL = -2

@@ -19,14 +19,16 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.models.cache_size import STATES_UNDER_WAY
 from specactor_ray.plan.costs import StepCost
-from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
+from specactor_ray.table._kernels import Committed
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target.base import NO_DRAFTS, Drafts
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
-from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
-from specactor_ray.verify.table import Acceptance, RequestTable
 
 StatesOf = Callable[[np.ndarray, np.ndarray, int], States]
 """`TargetEngine.states`."""
@@ -84,7 +86,7 @@ class DrafterSeat(Drafter):
         """Close a request that leaves its row, opened or not: the drafter may keep a place for it."""
         table, sent = self._table, int(self._table.sent[self.number, row])
         finished = finished and sent >= 0
-        generation, tokens = int(table.generation[row]), table.output[row, sent : table.committed[row]]
+        generation, tokens = int(table.generation[row]), table.output(row)[max(sent, 0) :]
         if finished and self.spec.traits.keeps_history and len(tokens):
             self._last.append((row, generation, sent, tokens.copy()))
         self._closed[row, generation] = finished
@@ -128,7 +130,7 @@ class DrafterSeat(Drafter):
         committed = int(table.committed[row])
         table.sent[self.number, row], table.base[self.number, row] = committed, -1
         table.streamed[self.number, row] = 0
-        output = tuple(table.output[row, :committed].tolist())
+        output = tuple(table.output(row).tolist())
         handle = row, int(table.generation[row]), request.request_id
         return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window)
 
@@ -150,16 +152,16 @@ class DrafterSeat(Drafter):
 
 
 class Drafting:
-    """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
-    turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
-    `config`. `states_of`: of the engine, for drafters that read hidden states."""
+    """Drafting for the requests of one verifier, in the `table` of its engine: drafters answer to its incarnation id,
+    and if `coupled` they take turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a
+    larger window than that of `config`. `states_of`: of the engine, for drafters that read hidden states."""
 
     def __init__(
         self,
         verifier_id: str,
         coupled: bool,
         config: SpeculationConfig,
-        vocab_size: int,
+        table: RequestTable,
         max_batch: int = 16,
         window: int = 0,
         branches: int = 0,
@@ -167,8 +169,9 @@ class Drafting:
     ) -> None:
         warm_up()
         self.verifier_id = verifier_id
-        self.inbox = inbox.for_verifier(vocab_size)
-        self.table = RequestTable(max(config.window or WINDOW, window), branches)
+        self.inbox = inbox.for_verifier(table.vocab_size)
+        self.table = table
+        table.fit_tails(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, DrafterSeat] = {}
         self._sessions = itertools.count(1)
         self.policy = DraftPolicy(config, self.table, Acceptance(), StepCost(), self._seats)
@@ -264,7 +267,7 @@ class Drafting:
 
     def commit(self, step: Committed) -> None:
         """Commit the tokens of a step, and learn from the tails."""
-        self.table.commit(step, self.policy.acceptance)
+        self.policy.acceptance.commit(self.table, step)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of links, malformed messages and the draft ladder; for any thread."""
@@ -281,11 +284,12 @@ def warm_up() -> None:
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)
+    table.append(rows, zero + 1, zero)
     table.assigned[0] = True
     policy.plan_rounds(rows)
     arriving = inbox.for_verifier(1)
     arriving.put(TailBatch("", rows, table.generation[rows], zero, zero + 1, zero))
     for message in arriving.drain():
         table.take(0, message)
-    table.commit(Committed(rows, zero + 1, zero, *policy.choose(rows), zero), acceptance)
+    acceptance.commit(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
     table.unsent(0, rows)

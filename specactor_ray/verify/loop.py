@@ -16,7 +16,8 @@ import numpy as np
 
 from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
 from specactor_ray.core.environment import fallbacks
-from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.proof import prove
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet

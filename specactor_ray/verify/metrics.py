@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.plan.costs import range_number
+from specactor_ray.table.requests import COUNTS
 from specactor_ray.target.base import StepResult
 
 if TYPE_CHECKING:
     from specactor_ray.verify.policy import Seconds
 
-COUNTS = (
-    "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
-    "refuted_tails", "rescued_tails",
-)  # fmt: skip
-"""Indices of `RequestTable.counts`; `StepMetrics` documents them."""
 _PLAIN_STEPS = 256
 """Plain steps for which `PlainEstimate` has room at first."""
 

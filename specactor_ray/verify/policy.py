@@ -20,8 +20,9 @@ from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.plan.search import coupled_rates, decoupled_rates, geometric
+from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.table import BUCKET_NAMES, Acceptance, RequestTable
+from specactor_ray.verify.acceptance import BUCKET_NAMES, Acceptance
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting while the seconds of a round are unknown."""
@@ -212,8 +213,7 @@ class DraftPolicy:
         read_s = max((one.read_s for one in self.drafters.values() if one.spec.method == method), default=0.0)
         if not read_s:
             return 0.0
-        prompts = [len(self.table.requests[row].prompt_token_ids) for row in rows.tolist()]
-        return read_s * float((prompts + self.table.committed[rows]).mean())
+        return read_s * float(self.table.lengths[rows].mean())
 
     def _rises(self, seat: int, rows: np.ndarray) -> bool:
         """Whether the newest draft tokens of these rows promise more than those before, or another method changed."""
@@ -294,5 +294,5 @@ class DraftPolicy:
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """`(rows,)`: most draft tokens of each row, which leave room for one token of the target."""
-        left: np.ndarray = self.table.limit[rows] - self.table.committed[rows]
+        left: np.ndarray = self.table.limits[rows] - self.table.lengths[rows]
         return (left - 1).clip(0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.verify._kernels import ROW_TRIES
+from specactor_ray.table._kernels import ROW_TRIES
 from specactor_ray.verify.policy import DraftPolicy
 
 REVISE_EVERY = 16

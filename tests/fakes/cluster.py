@@ -20,7 +20,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Reference, VirtualActor
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import (
     Finished,

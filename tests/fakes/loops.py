@@ -22,7 +22,7 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
@@ -106,7 +106,7 @@ class Bench:
         reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
         sizes: Any = {"window": window, "branches": branches}
-        drafts = Drafting("v0", inline, config, target.vocab_size, **sizes, states_of=target.states)
+        drafts = Drafting("v0", inline, config, target.table, **sizes, states_of=target.states)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0

@@ -14,12 +14,13 @@ from numba.core.dispatcher import Dispatcher
 from specactor_ray.simulation.comparison import VariantJob, simulate_variant
 from specactor_ray.transport.messages import TailBatch
 from specactor_ray.transport import inbox
+from specactor_ray.table import _kernels as of_table
+from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.table import RequestTable
 from specactor_ray.verify.drafting import warm_up
 
 def compiled():
-    functions = {**vars(_kernels), **vars(inbox)}
+    functions = {**vars(_kernels), **vars(of_table), **vars(inbox)}
     kernels = {name: one for name, one in functions.items() if isinstance(one, Dispatcher)}
     return {name: len(one.signatures) for name, one in kernels.items() if name[0] != "_"}  # others are part of these
 

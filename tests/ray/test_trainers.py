@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.models.loading import load_model
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from tests.ray.test_serve import SETTINGS, Served, served
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import run

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.target.base import Drafts, Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.table.requests import Finish, TargetRequest
+from specactor_ray.target.base import Drafts, StepResult, TargetEngine
 from tests.tiny import tiny_prompt_ids
 
 Tail = Sequence[int]
@@ -59,30 +60,37 @@ class Stepped:
 
 
 class Driver:
-    """An engine whose requests are named: rows are the lowest that are free. What is not here is the engine's."""
+    """An engine whose requests are named, and its table. What is not here is the engine's."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.requests: dict[int, TargetRequest] = {}
+        self.engine, self.table = engine, engine.table
         self.committed: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
+    @property
+    def requests(self) -> dict[int, TargetRequest]:
+        return dict(self.table.requests)
+
     def row(self, request_id: str) -> int:
-        return next((row for row, one in self.requests.items() if one.request_id == request_id), 10**4)
+        return self.table.row_of.get(request_id, 10**4)
 
     def add(self, request: TargetRequest) -> Finish | None:
-        row = next(row for row in itertools.count() if row not in self.requests)
-        finish: Finish | None = self.engine.add(row, request)
+        row = self.table.open(request)
+        finish: Finish | None = self.table.end_of(row)
         if finish is None:
-            self.requests[row], self.committed[request.request_id] = request, len(request.committed_token_ids)
+            self.engine.add(row)
+            self.committed[request.request_id] = len(request.committed_token_ids)
+        else:
+            self.table.close(row)
         return finish
 
     def remove(self, request_id: str) -> None:
         row = self.row(request_id)
         self.engine.remove(row)
-        self.requests.pop(row, None)
+        if row in self.table.requests:
+            self.table.close(row)
 
     def decoding(self) -> list[str]:
         rows = self.engine.decoding()
@@ -113,8 +121,10 @@ class Driver:
             assert bool(tops) == bool(tokens and self.requests[row].sampling.logprobs)
             counts = int(result.drafted[at]), int(result.accepted[at])
             reason, error = None if finish is Finish.RUNNING else finish.reason, result.errors.get(row, "")
+            assert self.table.output(row)[-len(tokens) or None :].tolist() == tokens
+            assert len(self.table.output(row)) == self.committed[name]
             if reason is not None:
-                del self.requests[row]
+                self.table.close(row)
             logprobs = result.logprobs[begin:end].tolist()
             yield Output(name, int(result.starts[at]), tokens, logprobs, margins, *counts, reason, error, tops)
         assert result.tops is None or end_of_tops == len(result.tops.tokens) == len(result.tops.logprobs)

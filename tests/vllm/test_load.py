@@ -17,7 +17,8 @@ from specactor_ray.core.errors import ModelLoadError, WeightsError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.probe import probe_tokens
-from specactor_ray.target.base import TargetRequest, build_engine
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import build_engine
 from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver
 from tests.vllm import needs_vllm

@@ -17,7 +17,8 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.vllm import VllmEngine
 from tests.tiny import tiny_vllm_target
 from tests.unit.engine_conformance import Collected, Driver, LoadedConformance, answers, noisy_tails, requests

@@ -10,7 +10,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver, answers, noisy_tails

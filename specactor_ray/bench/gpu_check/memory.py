@@ -16,7 +16,7 @@ import torch.multiprocessing  # pickles tensors as handles
 
 from specactor_ray.bench.gpu_check.models import model_folder, random_model, random_weights, vllm_target
 from specactor_ray.bench.gpu_check.stage import Stage, shown
-from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine, step_at_random, target_model
+from specactor_ray.bench.gpu_check.target import begin_decoding, end_all, hf_engine, step_at_random, target_model
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.models.weight_buckets import grouped, pack, unpack
 from specactor_ray.target.base import TargetEngine
@@ -52,8 +52,7 @@ def measure_engine(stage: Stage, name: str, engine: TargetEngine) -> None:
 
     begin_decoding(engine, settings, rows)
     note("step ms", 1e3 * stage.median_s(step))
-    for row in range(rows):
-        engine.remove(row)
+    end_all(engine)
     note("awake GiB", used_gib(settings.device))
     note("sleep s", stage.seconds(engine.sleep))
     note("asleep GiB", used_gib(settings.device))

@@ -17,7 +17,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.captured import CudaCapturer
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetEngine, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetEngine
 from specactor_ray.target.hf import HfEngine
 
 KERNELS = {"attention": ("attend", "merge"), "sampler": ("scan", "filter_rows", "commit")}
@@ -74,8 +75,7 @@ def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int, way: st
         ms, seen = 1e3 * stage.median_s(step), stage.kernels(step)
     finally:
         engine._decode = captured
-        for row in range(rows):
-            engine.remove(row)
+        end_all(engine)
         engine.reset_prefix_cache()
     figures = {f"{way} ms": ms, f"{way} exposed ms": None if seen.busy_s is None else ms - 1e3 * seen.busy_s}
     for part, names in KERNELS.items():
@@ -84,14 +84,21 @@ def step_figures(stage: Stage, engine: HfEngine, rows: int, drafts: int, way: st
 
 
 def begin_decoding(engine: TargetEngine, settings: Settings, rows: int) -> None:
-    """Add a request with a random prompt in each of the first `rows` rows, and run them until all of them decode."""
+    """Add `rows` requests with random prompts to an engine without requests, and run them until all of them decode."""
     for row, prompt in enumerate(random_prompts(settings, rows)):
         sampling = SamplingParams(seed=row, max_tokens=_OUTPUT, ignore_eos=True)
-        engine.add(row, TargetRequest(f"r{row}", tuple(prompt), sampling))
+        engine.add(engine.table.open(TargetRequest(f"r{row}", tuple(prompt), sampling)))
     while len(engine.decoding()) < rows:
         if not engine.has_work():
             raise RuntimeError(f"the engine does not decode {rows} requests at once")
         engine.step()
+
+
+def end_all(engine: TargetEngine) -> None:
+    """Remove all requests."""
+    for row in engine.table.requests:
+        engine.remove(row)
+    engine.table.clear()
 
 
 def step_at_random(engine: TargetEngine, drafts: int, rng: np.random.Generator) -> None:

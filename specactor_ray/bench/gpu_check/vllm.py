@@ -26,7 +26,8 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import GIB
-from specactor_ray.target.base import NO_DRAFTS, Drafts, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts
 
 _STRIDE = 37
 """Steps between the places of neighbouring rows in the pattern of right and wrong drafts."""
@@ -146,7 +147,7 @@ class OurSide(Side):
         engine, run = self.engine, Run(rows, tokens)
         for row, prompt in enumerate(random_prompts(self._settings, rows)):
             sampling = SamplingParams(seed=row, max_tokens=tokens, ignore_eos=True)
-            engine.add(row, TargetRequest(f"r{row}", tuple(prompt), sampling))
+            engine.add(engine.table.open(TargetRequest(f"r{row}", tuple(prompt), sampling)))
         while engine.has_work():
             live = engine.decoding()
             result = engine.step(oracle.tails(live, run.ends[live]), oracle.drafts)
@@ -156,6 +157,7 @@ class OurSide(Side):
             run.tokens[np.repeat(result.rows, result.lengths), at] = result.tokens
             run.ends[result.rows] += result.lengths
             run.step()
+        engine.table.clear()
         return run
 
     def call(self, method: str) -> Any:

@@ -13,7 +13,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
 

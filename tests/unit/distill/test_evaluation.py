@@ -15,7 +15,8 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import Drafts
 from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
 from tests.tiny import tiny_draft
@@ -43,7 +44,8 @@ def coupled(
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
     counts, request_id = AcceptanceCounts(window), "real"
     tokens: list[int] = []
-    engine.add(0, TargetRequest(request_id, record.prompt_token_ids, record.sampling))
+    engine.table.clear()
+    engine.add(engine.table.open(TargetRequest(request_id, record.prompt_token_ids, record.sampling)))
     proposer.open(request_id, record.prompt_token_ids, (), record.sampling, window)
     while engine.has_work():
         tails: dict[int, tuple[int, ...]] = {}

@@ -19,7 +19,7 @@ from specactor_ray.core.identity import is_mixture, token_identity
 from specactor_ray.core.types import Probe
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.families import VOCAB_SIZE, save_model
 from tests.tiny import tiny_target

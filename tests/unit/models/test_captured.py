@@ -25,8 +25,9 @@ from specactor_ray.models.captured import Captured, CudaCapturer, longest_tail, 
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.sampling import rules as sampling_rules
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
-from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
 from tests.fakes.capturer import FakeCapturer
@@ -64,7 +65,7 @@ class Turns:
         self.engine, self.rng, self.truth = engine, random.Random(0), dict[int, list[int]]()
         for row, prompt in enumerate(tiny_prompt_ids(count)):
             one = SamplingParams((0.0, 1.0)[row % 2], max_tokens=150, seed=row, ignore_eos=True, **FILTERS[row % 5])
-            engine.add(row, TargetRequest(f"r{row}", tuple(prompt), replace(one, **sampling)))
+            engine.add(engine.table.open(TargetRequest(f"r{row}", tuple(prompt), replace(one, **sampling))))
         while len(engine.decoding()) < count:
             engine.step()
 
@@ -150,7 +151,8 @@ def test_steps_beside_a_prompt_are_captured(length: int) -> None:
     ours, theirs = (Turns(raw(capturer=one, max_step_tokens=100), 3) for one in (device, None))
     launches, steps = device.launches, 0
     for turns in (ours, theirs):
-        turns.engine.add(7, TargetRequest("late", tuple(range(5, 5 + length)), SamplingParams(seed=4)))
+        late = TargetRequest("late", tuple(range(5, 5 + length)), SamplingParams(seed=4))
+        turns.engine.add(turns.engine.table.open(late))
     for mix in ([0, 3, 0], [2, 2, 2], [0, 0, 0], [0, 9, 0]):
         found, wanted, steps = ours.step(mix), theirs.step(mix), steps + 1
         assert equal(found, wanted) and found.num_prefill_tokens == wanted.num_prefill_tokens
@@ -161,11 +163,12 @@ def test_a_prompt_that_is_longer_than_the_sizes_is_eager() -> None:
     device, most = FakeCapturer(), max(tokens for _, tokens in sizes(4, 512))
     engine = raw(capturer=device, max_batch=4)
     for length in (most, most + 1):
-        engine.add(0, TargetRequest("r0", tuple(range(5, 5 + length)), SamplingParams()))
+        engine.add(engine.table.open(TargetRequest("r0", tuple(range(5, 5 + length)), SamplingParams())))
         launches = device.launches
         engine.step()
         assert device.launches - launches == (length == most)
         engine.remove(0)
+        engine.table.close(0)
         engine.reset_prefix_cache()
 
 

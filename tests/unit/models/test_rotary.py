@@ -26,7 +26,7 @@ from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.rotary import depends_on_length, fix_positions
 from specactor_ray.models.weight_buckets import WeightLayout, unpack
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.vllm_settings import engine_arguments
 from tests.families import make_model as plain_model

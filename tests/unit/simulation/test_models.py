@@ -23,7 +23,8 @@ from specactor_ray.simulation.text import (
     guesses,
 )
 from specactor_ray.simulation.world import DraftTime, LinearTime, World
-from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200

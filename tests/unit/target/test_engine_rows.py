@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import verify_arrays
-from specactor_ray.target.base import Drafts, Finish, TargetRequest
-from specactor_ray.target.rows import EngineRows, fewest_first
+from specactor_ray.table.requests import Finish, TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.target import rows as rows_of
+from specactor_ray.target.base import Drafts
+from specactor_ray.target.rows import commit, export, fewest_first
 from specactor_ray.transport.messages import States
 from tests.tails import sample_rows
 
@@ -25,12 +28,13 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def engine_rows(samplings: Sequence[SamplingParams], committed: Sequence[int] = ()) -> EngineRows:
+def table_of(samplings: Sequence[SamplingParams], committed: Sequence[int] = ()) -> RequestTable:
     """Requests in rows 1, 3, 5, ..., with so many committed tokens."""
-    rows = EngineRows(VOCAB, 100, [4])
+    table = RequestTable(vocab_size=VOCAB, max_model_len=100, eos_token_ids=[4])
     for i, sampling in enumerate(samplings):
-        rows.open(1 + 2 * i, TargetRequest(str(i), (0,) * PROMPT, sampling, (1,) * (committed or [0] * (i + 1))[i]))
-    return rows
+        table.open(TargetRequest(f"beside-{i}", (0,), SamplingParams()))
+        table.open(TargetRequest(str(i), (0,) * PROMPT, sampling, (1,) * (committed or [0] * (i + 1))[i]))
+    return table
 
 
 def descend(
@@ -61,7 +65,7 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
         for i in range(count)
     ]
     committed = [rng.randint(0, 9) for _ in samplings]
-    engine = engine_rows(samplings, committed)
+    table = table_of(samplings, committed)
     tails = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))] for _ in samplings]
     drafted = np.array(list(map(len, tails)))
     offsets = begins(1 + drafted)[:-1]
@@ -76,9 +80,9 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
             broken[i] = rng.choice(looked_at)
             logits[begin + broken[i]] = float("inf")
     rows, tokens = ints(*range(1, 2 * count, 2)), ints(*(token for tail in tails for token in tail))
-    places = engine.length[rows].astype(np.int64)
-    found = verify_arrays(logits, offsets, begins(drafted), tokens, places, rows, engine.rules, 2)
-    result = engine.commit(rows, drafted, found, record_margins=True)
+    places = table.lengths[rows].astype(np.int64)
+    found = verify_arrays(logits, offsets, begins(drafted), tokens, places, rows, table.rules, 2)
+    result = commit(table, rows, drafted, found, record_margins=True)
     assert result.rows.tolist() == rows.tolist() and result.starts.tolist() == committed
     assert result.margins is not None
     outputs, ends = list(result.outputs()), begins(result.lengths)
@@ -99,9 +103,9 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
 
 
 def cut(drafts: dict[int, list[int]], rows: list[int], most: int = 9, budget: int = 99, **sampling: int) -> list[int]:
-    engine = engine_rows([SamplingParams(**sampling)] * 4, [0] * 4)
+    table = table_of([SamplingParams(**sampling)] * 4, [0] * 4)
     given = Drafts.of(drafts)
-    firsts, lengths = engine.cut(ints(*rows), given, most, budget)
+    firsts, lengths = rows_of.cut(table, ints(*rows), given, most, budget)
     for row, first, length in zip(rows, firsts.tolist(), lengths.tolist(), strict=True):
         assert given.tokens[first : first + length].tolist() == drafts.get(row, [])[:length]
     return lengths.tolist()
@@ -119,14 +123,14 @@ def test_drafts_are_cut_to_what_may_be_verified() -> None:
 
 
 def test_states_are_exported_once_and_in_order() -> None:
-    engine, rows = engine_rows([SamplingParams()] * 2, [0, 4]), ints(1, 3)
+    table, rows = table_of([SamplingParams()] * 2, [0, 4]), ints(1, 3)
 
     def exported(*ends: int) -> dict[int, list[int]]:
         def states_of(rows: np.ndarray, starts: np.ndarray, most: int) -> States:
             chosen, lengths = fewest_first(ints(*ends), starts, most)
             return States(rows[chosen], starts[chosen], lengths, torch.from_numpy(places(starts[chosen], lengths)))
 
-        return {row: values.tolist() for row, _, values in engine.export(states_of, rows).split()}
+        return {row: values.tolist() for row, _, values in export(table, states_of, rows).split()}
 
     assert exported(3, 2) == {1: [0, 1, 2], 3: [0, 1]}
     assert exported(6, 1) == {1: [3, 4, 5]}, "the second was preempted: it is computed again"

@@ -12,7 +12,8 @@ import torch
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
-from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids, tiny_target

@@ -16,7 +16,7 @@ from specactor_ray.core.errors import WeightsError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.probe import eager_logprobs, probe_of, probe_tokens
 from specactor_ray.models.weight_buckets import WeightLayout, unpack
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.proof import prove
 from specactor_ray.transport.messages import WeightSet
@@ -115,7 +115,8 @@ def test_a_probe_leaves_requests_and_cache_as_they_were(tmp_path: Path) -> None:
 
     def outputs(probing: bool) -> list[int]:
         found: list[int] = []
-        engine.add(0, request)
+        engine.table.clear()
+        engine.add(engine.table.open(request))
         while engine.has_work():
             found += engine.step().tokens.tolist()
             if probing:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table._kernels import Committed
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
 from specactor_ray.transport.messages import TailBatch
-from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.verify.acceptance import Acceptance
 
 
 class Claim(NamedTuple):
@@ -58,5 +59,6 @@ def commit(
     seats, drafted, accepted = zip(*((verified or {}).get(row, (-1, 0, 0)) for row in fresh), strict=True)
     tokens = ints([token for new in fresh.values() for token in new])
     counts = ints(list(map(len, fresh.values())))
-    step = Committed(ints(list(fresh)), counts, tokens, ints(seats), ints(drafted), ints(accepted))
-    table.commit(step, acceptance)
+    rows = ints(list(fresh))
+    table.append(rows, counts, tokens)
+    acceptance.commit(table, Committed(rows, counts, ints(seats), ints(drafted), ints(accepted)))

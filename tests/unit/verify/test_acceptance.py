@@ -7,15 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.table import (
-    BUCKET_NAMES,
-    PRIOR,
-    PRIOR_TRIES,
-    Acceptance,
-    RequestTable,
-    bucket_of,
-)
+from specactor_ray.verify.acceptance import BUCKET_NAMES, PRIOR, PRIOR_TRIES, Acceptance, bucket_of
 from tests.unit.verify.tables import commit, ints, request, say
 
 
@@ -38,7 +32,7 @@ def observe(table: RequestTable, acceptance: Acceptance, row: int, hits: int, mi
     for right in [True] * hits + [False] * misses:
         say(table, 0, row, 1)
         commit(table, acceptance, {row: [1 if right else 2]})
-        table.committed[row] -= 1
+        table.lengths[row] -= 1
         table.base[0, row] = -1
 
 
@@ -71,7 +65,7 @@ def test_only_the_first_wrong_token_counts_as_a_miss() -> None:
         say(table, 0, rows[0], *[1] * rng.randint(1, 8))
         right = next(n for n in range(99) if rng.random() >= 0.6)
         commit(table, acceptance, {rows[0]: [1] * min(right, 8) + [2]})
-        table.committed[rows[0]] = 0
+        table.lengths[rows[0]] = table.prompts[rows[0]]
         table.base[0] = -1
         found.append(acceptance.probability(table, rows)[0, 0])
     assert np.mean(found) == pytest.approx(0.6, abs=0.02)
@@ -84,13 +78,13 @@ def test_what_is_no_longer_true_is_forgotten_by_tries_and_what_is_not_tried_stay
         observe(table, acceptance, row, hits=60, misses=0)
     for _ in range(100):
         commit(table, acceptance, {row: [1] for row in rows})
-        table.committed[rows] = 0
+        table.lengths[rows] = table.prompts[rows]
     assert (acceptance.probability(table, rows)[0] > 0.9).all(), "steps without drafts are no evidence"
     for _ in range(5):
         for row in rows[:2]:
             say(table, 0, row, 1)
         commit(table, acceptance, {row: [2] for row in rows})
-        table.committed[rows], table.base[0] = 0, -1
+        table.lengths[rows], table.base[0] = table.prompts[rows], -1
     assert (acceptance.probability(table, rows)[0] < 0.5).all()
 
 

@@ -14,6 +14,7 @@ from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, ModeName, SpeculationConfig
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.table.table import RequestTable
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify.drafting import DrafterLink, Drafting
@@ -27,7 +28,7 @@ def spec_of(method: str) -> DrafterSpec:
 def opened_once() -> tuple[Drafting, list[CommitBatch], tuple[int, int]]:
     """A drafter `d` that was told of one request: its verifier's side, where it hears, and row and generation."""
     heard: list[CommitBatch] = []
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    drafting = Drafting("v", False, SpeculationConfig(), RequestTable(vocab_size=100))
     drafting.set_drafters({"d": DrafterLink(DrafterSpec("m"), Link(direct_sender(heard.append)))})
     row = drafting.table.open(request("r"))
     drafting.revise(ints([row]))
@@ -75,7 +76,7 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
     """A list without the drafter deletes the seat with a close that was not sent, as its link was busy; the drafter
     never has an empty list of verifiers, and its last tail arrives while it has no seat."""
     under_way: list[Future[None]] = []
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    drafting = Drafting("v", False, SpeculationConfig(), RequestTable(vocab_size=100))
     loop = DraftLoop("d", NgramProposer())
     tails = list[TailBatch]()
     loop.set_verifiers({"v": Link(direct_sender(tails.append))})
@@ -113,5 +114,5 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
     drafters = {"ngram": DrafterSpec(window=9), "eagle": DrafterSpec(branches=3)}
     spec = ActorSpec("v", VERIFIER, Config(ModeName.coupled, speculation=SpeculationConfig(window=4)), drafters)
-    drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100, states=None))  # type: ignore[arg-type]
+    drafting = ActorHost().build_drafting(spec, SimpleNamespace(table=RequestTable(vocab_size=100), states=None))  # type: ignore[arg-type]
     assert drafting.table.tail.shape[2:] == (1 + 3, 9)

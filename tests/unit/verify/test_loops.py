@@ -23,8 +23,8 @@ from specactor_ray.draft.loop import checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
-from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify import racing

@@ -12,9 +12,10 @@ import pytest
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels
+from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.policy import BUDGET, PROBE_STEPS, TELL_EVERY, Drafter, DraftPolicy, Seconds, Suspension
-from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
@@ -143,9 +144,9 @@ def test_nobody_drafts_where_enough_is_there_or_nothing_has_room() -> None:
     found.say([WINDOW] * 4, seat=1)
     assert found.rounds == 0, "a lookup has found as much"
     bench = Bench(MODEL)
-    bench.table.limit[bench.rows] = [1, 2, 3, 3]
+    bench.table.limits[bench.rows] = bench.table.prompts[bench.rows] + [1, 2, 3, 3]
     assert bench.rounds == 2, "behind the last draft token comes one of the target's own"
-    bench.table.limit[bench.rows] = 1
+    bench.table.limits[bench.rows] = bench.table.prompts[bench.rows] + 1
     assert bench.rounds == 0
 
 
@@ -188,7 +189,7 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
 def test_verify_all_takes_all_that_is_there(prior: float) -> None:
     bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
-    bench.table.limit[bench.rows] = [100, 100, 100, 7]
+    bench.table.limits[bench.rows] = bench.table.prompts[bench.rows] + [100, 100, 100, 7]
     bench.say([0, 1, 5, 8])
     seats, lengths = bench.policy.choose(bench.rows)
     assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0], "one token more is the target's own"

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import racing
+from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import REVISE_EVERY, Assigner, Places
-from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import ints, request
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.admission import PrefixCache
-from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Progress, States
@@ -37,8 +38,8 @@ class Pair:
         self.engine = HfEngine(ragged(tiny_target(), EAGLE_LAYERS, cache_bytes), [eos_id()])
         self.head = head or eagle()
         config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all)
-        size = self.engine.vocab_size
-        self.drafting = Drafting("v0", hosted, config, size, window=WINDOW, states_of=self.engine.states)
+        table = self.engine.table
+        self.drafting = Drafting("v0", hosted, config, table, window=WINDOW, states_of=self.engine.states)
         self.loop, self.messages = DraftLoop("eagle-0", self.head), list[CommitBatch]()
         spec, link = spec_of(self.head, WINDOW), Link(direct_sender(self._deliver))
         mine = [HostedDrafter(spec, link, self.loop)] if hosted else []

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.table.table import RequestTable
 from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import PlainEstimate, StepMetrics
 from specactor_ray.verify.policy import Seconds
-from specactor_ray.verify.table import RequestTable
 
 
 def parts() -> list[dict[str, Any]]:

@@ -12,9 +12,10 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from specactor_ray.verify._kernels import REFUTED
-from specactor_ray.verify.metrics import COUNTS
-from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.table._kernels import REFUTED
+from specactor_ray.table.requests import COUNTS
+from specactor_ray.table.table import RequestTable
+from specactor_ray.verify.acceptance import Acceptance
 from tests.unit.verify.tables import Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
@@ -255,7 +256,7 @@ class Pair:
         assert sorted(map(tuple, np.argwhere(table.assigned).tolist())) == sorted(self.pairs())
         for row, known in naive.rows.items():
             assert table.generation[row] == known.generation
-            assert table.output[row, : table.committed[row]].tolist() == known.output
+            assert table.output(row).tolist() == known.output
             for seat, held in known.held.items():
                 lengths = table.length[seat, row].tolist()
                 pairs = zip(table.tail[seat, row].tolist(), lengths, strict=True)
@@ -278,7 +279,7 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
         pair.act()
         pair.check()
     assert pair.fates >= USUAL and pair.naive.overall, "it does not try everything"
-    assert pair.table.output.shape[1] > 256 and len(pair.table.method) > 2, "it has grown"
+    assert pair.table.lines.shape[1] > 256 and len(pair.table.method) > 2, "it has grown"
 
 
 def test_every_array_of_rows_grows() -> None:
@@ -287,7 +288,12 @@ def test_every_array_of_rows_grows() -> None:
         table.open(request(f"r{number}"))
     arrays = {name: array for name, array in vars(table).items() if isinstance(array, np.ndarray)}
     rows = len(table.generation)
-    assert {name for name, array in arrays.items() if rows not in array.shape} == {"method", "counts", "reached"}
+    assert {name for name, array in arrays.items() if rows not in array.shape} == {
+        "method",
+        "counts",
+        "reached",
+        "eos_token_ids",
+    }
 
 
 def test_steps_and_drafts_are_counted() -> None:
@@ -316,5 +322,5 @@ def test_steps_and_drafts_are_counted() -> None:
     table.begun[a] = True
     table.close(a)
     assert table.open(request("new", [5], max_tokens=9)) == a and table.requests[a].request_id == "new"
-    assert table.limit[a] == 9 and not table.begun[a] and not table.assigned[:, a].any()
+    assert table.limits[a] == 2 + 9 and not table.begun[a] and not table.assigned[:, a].any()
     assert not table.evidence[..., a].any()

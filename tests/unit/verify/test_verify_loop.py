@@ -19,7 +19,7 @@ from specactor_ray.core.types import Probe, SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.probe import eager_logprobs, probe_tokens
-from specactor_ray.target.base import TargetRequest
+from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, Drafting
@@ -39,7 +39,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.clock, self.engine = HandClock(), engine()
-        drafting = Drafting("v0", False, SpeculationConfig(), self.engine.vocab_size)
+        drafting = Drafting("v0", False, SpeculationConfig(), self.engine.table)
         self.loop = VerifyLoop(self.engine, drafting, clock=self.clock)
         self.events: list[ToRollout] = []
 
@@ -280,7 +280,7 @@ def decode(deaf: bool = False, **speculation: Any) -> dict[str, Any]:
     """Counters after one request, with the target as its own drafter, which may hear nothing."""
     bench, target = virtual.Bench(), engine()
     kernel, clock = bench.kernel, bench.clock
-    drafting = Drafting("v0", False, SpeculationConfig(**speculation), target.vocab_size)
+    drafting = Drafting("v0", False, SpeculationConfig(**speculation), target.table)
     loop = VerifyLoop(target, drafting, clock=clock)
     twin = DraftLoop("twin", DraftModelProposer(ragged(tiny_target())), clock)
 
