@@ -115,8 +115,9 @@ class TopTokens:
     counts: np.ndarray
     """int32 `(n,)`: number of tokens per position; 0 for a request without `logprobs`."""
     tokens: np.ndarray
-    """int32, tokens of all positions one after the other, the most probable first; `logprobs` (float32) likewise."""
+    """int32: tokens of all positions one after the other, the most probable first."""
     logprobs: np.ndarray
+    """float32, as `tokens`."""
 
 
 _PART = 48

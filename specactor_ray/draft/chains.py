@@ -120,10 +120,11 @@ class Chains(NamedTuple):
 
     slots: np.ndarray
     numbers: np.ndarray
-    """`MAIN`, or the number of the branch; index in the line at which a branch that begins with this forward leaves the
-    main chain, else `FREE`; tokens that each chain reads, at least 1 (a branch reads one)."""
+    """`MAIN`, or the number of the branch."""
     begins: np.ndarray
+    """Index in the line at which a branch that begins with this forward leaves the main chain, else `FREE`."""
     counts: np.ndarray
+    """Tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """The chains chosen by bool `(n,)`."""

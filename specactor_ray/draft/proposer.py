@@ -86,14 +86,15 @@ class Proposer(abc.ABC):
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
     budget: int = 0
-    """Set before `extend`: most rows of a forward (0: unknown, without branches); `forward_s`, float64 `(budget + 1,)`,
-    seconds of a forward with 0, 1, ... rows (empty: unknown); `burst`, most tokens that models draft for each chain."""
+    """Set before `extend`: most rows of a forward; 0: unknown, without branches."""
     forward_s: np.ndarray
+    """Set before `extend`: float64 `(budget + 1,)`, seconds of a forward with 0, 1, ... rows; empty: unknown."""
     burst: int = 1
+    """Set before `extend`: most tokens that models draft for each chain."""
     drafted: int = 1
-    """Set by `extend`: tokens that it drafted for each chain; `rows_drafted`, mean rows of its forwards, 0 if a row
-    read more than a token, or a forward changed no tail."""
+    """Set by `extend`: tokens that it drafted for each chain."""
     rows_drafted: int = 0
+    """Set by `extend`: mean rows of its forwards; 0 if a row read more than a token, or a forward changed no tail."""
     unread: int = 0
     """Hidden states that it has received and not read: a verifier that hosts it keeps further ones back."""
     judged: np.ndarray

@@ -15,9 +15,11 @@ class Pages(NamedTuple):
     """Arrays of a `PagedCache`."""
 
     lengths: np.ndarray
+    """`(rows,)`: number of tokens of each row."""
     held: np.ndarray
-    """`(rows,)`: number of pages of each row; `shared`: of its first pages that other rows may hold, too."""
+    """`(rows,)`: number of pages of each row."""
     shared: np.ndarray
+    """`(rows,)`: number of its first pages that other rows may hold, too."""
     table: np.ndarray
     """`(rows, most pages)`: pages of each row."""
     holders: np.ndarray

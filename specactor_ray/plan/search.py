@@ -91,9 +91,11 @@ class Plan:
     """Result of `search_plan`."""
 
     devices: int
-    """G; B, requests of the whole cluster; their mean tokens of prompt and output."""
+    """G."""
     batch: int
+    """B: requests of the whole cluster."""
     context: float
+    """Mean tokens of prompt and output of a request."""
     predictions: tuple[Candidate, ...]
     """Every layout that can be predicted, fastest first."""
     rejected: tuple[str, ...]

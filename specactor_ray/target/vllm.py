@@ -60,11 +60,13 @@ class CoreStep:
     """The sampler's report of one step: the `n` requests of its batch, those that only prefilled included."""
 
     names: list[str]
-    """`n` ids of vLLM's requests. int64 `(n,)`: number of each request's positions in the forward; number of draft
-    tokens among these. bool `(n,)`: whether it sampled."""
+    """`n` ids of vLLM's requests."""
     counts: np.ndarray
+    """int64 `(n,)`: number of each request's positions in the forward."""
     drafted: np.ndarray
+    """int64 `(n,)`: number of draft tokens among these."""
     sampled: np.ndarray
+    """bool `(n,)`: whether the request sampled."""
     packed: np.ndarray
     """Buffer of `Found`, all requests included."""
     tops: tuple[np.ndarray, np.ndarray] | None = None

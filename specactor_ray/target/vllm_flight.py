@@ -23,8 +23,9 @@ class Planned:
     waits: bool
     """Whether it has room for drafts."""
     ran: Any = None
-    """Futures of the forward and of vLLM's output; None until the step is launched."""
+    """Future of the forward; None until the step is launched."""
     output: Any = None
+    """Future of vLLM's output; None until the step is launched."""
 
 
 class Flight:

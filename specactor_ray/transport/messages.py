@@ -21,10 +21,11 @@ class States:
     """The target's hidden states of consecutive sequence positions of `n` requests, for drafters that read them."""
 
     rows: np.ndarray
-    """int32 `(n,)`: numbers of the rows, each once; sequence position of each row's first state, 0 for the first token
-    of the prompt; states of each row, at least 1."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray
+    """int32 `(n,)`: sequence position of each row's first state, 0 for the first token of the prompt."""
     lengths: np.ndarray
+    """int32 `(n,)`: number of states of each row, at least 1."""
     states: Any
     """`(sum(lengths), layers * hidden)`, row by row: a tensor on the engine's device; between processes an array
     (`models/weight_buckets.py`)."""
@@ -66,12 +67,15 @@ class CommitBatch:
 
     verifier_id: str
     rows: np.ndarray
-    """int32 `(n,)`, like `generations`, `starts` (output positions of first tokens) and `lengths`."""
+    """int32 `(n,)`: rows of the verifier's table."""
     generations: np.ndarray
+    """int32 `(n,)`: their generations."""
     starts: np.ndarray
+    """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray
+    """int32 `(n,)`: number of tokens of each row."""
     tokens: np.ndarray
-    """int32, the tokens of all rows one after the other."""
+    """int32: tokens of all rows one after the other."""
     opened: tuple[DraftOpen, ...] = ()
     closed: tuple[tuple[int, int, bool], ...] = ()
     """Row, generation, and whether the output ended by itself (it may be used for training) or moved away."""
@@ -93,12 +97,15 @@ class TailBatch:
 
     drafter_id: str
     rows: np.ndarray
-    """int32 `(n,)`, like `generations`, `bases` and `lengths`."""
+    """int32 `(n,)`: rows of the verifier's table."""
     generations: np.ndarray
+    """int32 `(n,)`: their generations."""
     bases: np.ndarray
+    """int32 `(n,)`: number of committed tokens before each tail."""
     lengths: np.ndarray
+    """int32 `(n,)`: number of tokens of each tail."""
     tokens: np.ndarray
-    """int32, the tokens of all tails one after the other."""
+    """int32: tokens of all tails one after the other."""
     token_s: float = 0.0
     """Seconds in which a model drafts one token for each of its requests, at its present load; 0 if unknown."""
     lost: tuple[tuple[int, int], ...] = ()
@@ -113,8 +120,9 @@ class Verified(NamedTuple):
     methods: np.ndarray
     """int8 `(n,)`: index of the tail's method in `names`; without a tail any."""
     drafted: np.ndarray
-    """int16 `(n,)`, like `accepted`: numbers of verified and of right draft tokens."""
+    """int16 `(n,)`: number of verified draft tokens."""
     accepted: np.ndarray
+    """int16 `(n,)`: number of right draft tokens among these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,12 +132,15 @@ class Progress:
     requests: tuple[tuple[str, int], ...]
     """Request and attempt, as in `TargetRequest.attempt`."""
     starts: np.ndarray
-    """int32 `(n,)`: output position of the first token."""
+    """int32 `(n,)`: output position of each request's first token."""
     lengths: np.ndarray
+    """int32 `(n,)`: number of tokens of each request."""
     tokens: np.ndarray
-    """int32, the tokens of all requests one after the other; `logprobs` (float32) and `margins` likewise."""
+    """int32: tokens of all requests one after the other."""
     logprobs: np.ndarray
+    """float32, as `tokens`."""
     margins: np.ndarray | None = None
+    """float32, as `tokens`: perturbed top-2 margins, if the engine records them."""
     tops: TopTokens | None = None
     """Most probable tokens; None if no request needs any."""
     verified: Verified | None = None

@@ -53,9 +53,9 @@ class Drafter:
     drafter_id: str
     spec: DrafterSpec
     token_s: float = 0.0
-    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown. `token_rows`: requests of
-    the verifier when it arrived."""
+    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown."""
     token_rows: int = 0
+    """Requests of the verifier when `token_s` arrived."""
     able: bool = True
     """Whether it can be reached."""
     hosted: bool = False

@@ -39,8 +39,9 @@ class Oracle(NamedTuple):
     drafts: int
     """Draft tokens of each row in a step."""
     known: np.ndarray
-    """int32 `(rows, tokens)`: outputs; bool, the same shape: where the draft is right."""
+    """int32 `(rows, tokens)`: outputs."""
     right: np.ndarray
+    """bool `(rows, tokens)`: where the draft is right."""
 
     def tails(self, rows: np.ndarray, ends: np.ndarray) -> Drafts:
         """Drafts of `rows`, which have `ends` output tokens."""
