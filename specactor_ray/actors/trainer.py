@@ -12,7 +12,7 @@ import torch
 
 from specactor_ray.actors.process import collected_once, configure_process, put_weights
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.methods import taught_by_trainer
+from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.distill.eagle import EagleExample
 from specactor_ray.distill.training import EagleLearner, choose_samples, load_learner
@@ -30,7 +30,7 @@ HEARTBEAT = "heartbeat"
 teams and CUDA contexts belong to threads."""
 
 
-class TaughtDrafter:
+class OnlineDrafter:
     """An EAGLE head that learns from the samples of a training step. Rank 0 holds it; the other ranks help with the
     policy's hidden states."""
 
@@ -75,7 +75,7 @@ class TrainerActor:
         configure_process("trainer", (), log_level)
         self._calls = calls if calls is not None else Calls()
         self._trainer: Trainer | None = None
-        self._pupil: TaughtDrafter | None = None
+        self._online: OnlineDrafter | None = None
         self._progress = WorkCounter()
         self._last: dict[str, tuple[Hashable, Any]] = {}
 
@@ -101,20 +101,20 @@ class TrainerActor:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed, which other packages import where it is installed
         torch.set_num_threads(threads)
         self._trainer = Trainer(config, checkpoint, rendezvous, self._progress)
-        drafter = taught_by_trainer(config)
+        drafter = online_drafter(config)
         if drafter is not None:
-            self._pupil = TaughtDrafter(drafter, config, self._trainer, self._calls)
+            self._online = OnlineDrafter(drafter, config, self._trainer, self._calls)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step."""
         return self._once("update", step, lambda: self._running().update(samples, step, seed))
 
-    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Train the drafter that the trainer teaches on the samples of one step; returns as `TaughtDrafter.learn`."""
-        pupil = self._pupil
-        if pupil is None:
-            raise RuntimeError("no drafter is taught by the trainer")
-        return self._once("teach_drafter", step, lambda: pupil.learn(samples, step))
+    def train_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+        """Train the online drafter on the samples of one step; returns as `OnlineDrafter.learn`."""
+        drafter = self._online
+        if drafter is None:
+            raise RuntimeError("the trainer trains no drafter")
+        return self._once("train_drafter", step, lambda: drafter.learn(samples, step))
 
     def export_weights(self, version: int, number: int) -> WeightSet | None:
         """Put the weights into the object store as this version; they live as long as the result is held. Rank 0's

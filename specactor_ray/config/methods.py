@@ -160,7 +160,7 @@ def draft_actors(config: Config) -> dict[str, int]:
     return {one.method: one.replicas for one in acting_drafters(config)}
 
 
-def taught_by_trainer(config: Config) -> DrafterConfig | None:
+def online_drafter(config: Config) -> DrafterConfig | None:
     """The drafter that the trainer trains, if there is one and it is in use."""
     if config.mode is ModeName.plain:
         return None

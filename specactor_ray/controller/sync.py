@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Phase
 from specactor_ray.cluster.calls import Call
-from specactor_ray.config.methods import inline_drafters, taught_by_trainer
+from specactor_ray.config.methods import inline_drafters, online_drafter
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
 from specactor_ray.controller.members import Channel, Member
 from specactor_ray.core.clock import Clock
@@ -166,7 +166,7 @@ class WeightSync:
     def __init__(self, config: Config, clock: Clock) -> None:
         self._receivers = {VERIFIER: VERIFIER}
         """`VERIFIER` for the target's weights, or the taught method → key of the members that load them."""
-        if (taught := taught_by_trainer(config)) is not None:
+        if (taught := online_drafter(config)) is not None:
             self._receivers[taught.method] = VERIFIER if taught in inline_drafters(config) else taught.method
         self._newest: dict[str, WeightSet] = {}
         """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""

@@ -40,7 +40,7 @@ class Experience:
     """All trajectories of the step, including those that were sampled and dropped."""
     rewards: list[float] = field(default_factory=list)
     """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
-    dull_groups: int = 0
+    zero_variance_groups: int = 0
     """Number of groups with equal rewards, before or after the overlong punishment."""
     groups: int = 0
     """Number of all groups."""
@@ -76,25 +76,25 @@ class ExperienceMaker:
         self._config, self._recipe, self._stream, self._workers = config, recipe, stream, workers
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
-        """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
-        prompts, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, the dull ones of the last
-        round are used: they have no advantages, but may have a divergence, an entropy and values to train."""
+        """Roll out and score the prompts of one step. Under dynamic sampling, further prompts replace groups with equal
+        rewards, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, those of the last round are
+        used: they have no advantages, but may have a divergence, an entropy and values to train."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
-        experience, kept, dull = Experience(), list[list[Sample]](), list[list[Sample]]()
+        experience, kept, alike = Experience(), list[list[Sample]](), list[list[Sample]]()
         skipped, self._stream.first_skip = self._stream.skipped, ""
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
             groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
             experience.rounds = number + 1
             experience.groups += len(groups)
-            dull.clear()
+            alike.clear()
             for group in groups:
                 informative, samples = self._compared(group)
-                (kept if informative or not dynamic else dull).append(samples)
-                experience.dull_groups += not informative
+                (kept if informative or not dynamic else alike).append(samples)
+                experience.zero_variance_groups += not informative
             if len(kept) >= wanted:
                 break
-        experience.samples = [sample for samples in kept or dull for sample in samples]
+        experience.samples = [sample for samples in kept or alike for sample in samples]
         experience.position = (self._stream.position, self._stream.skipped)
         experience.skipped_tasks, experience.first_skip = self._stream.skipped - skipped, self._stream.first_skip
         return experience

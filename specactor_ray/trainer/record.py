@@ -270,7 +270,7 @@ class StepRecorder:
             "truncated": mean(truncated or [0.0]),
             "samples": len(experience.samples),
             "sampled": len(experience.trajectories),
-            "dull_groups": experience.dull_groups,
+            "zero_variance_groups": experience.zero_variance_groups,
             "sampling_rounds": experience.rounds,
             "skipped_tasks": experience.skipped_tasks,
             **learnt,

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.config.methods import taught_by_trainer
+from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
 from specactor_ray.config.training_schema import RewardFunctionConfig
@@ -114,7 +114,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, console: Consol
                 maker=ahead or maker,
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved),
-                teaches=taught_by_trainer(config) is not None,
+                teaches=online_drafter(config) is not None,
                 say=show,
                 watch=watch,
             )
@@ -207,7 +207,7 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
-    taught = taught_by_trainer(config)
+    taught = online_drafter(config)
     if taught is not None:
         plan.append(MemoryItem("trainer", f"learning of {taught.method}", _held_by_learner(taught, target)))
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).

@@ -155,7 +155,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
     drafter_weights = None
     if parts.teaches:
         with record.timed("update"):
-            drafter_weights = trainer.teach_drafter(experience.samples, done - 1)
+            drafter_weights = trainer.train_drafter(experience.samples, done - 1)
     with record.timed("sync"):
         weights = trainer.export_weights(done)
         if parts.config.trainer.offload:

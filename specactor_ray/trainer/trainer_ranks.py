@@ -60,11 +60,11 @@ class TrainerRanks:
         metrics: dict[str, float] = self._call("update", shared, step, seed)[0]
         return metrics
 
-    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+    def train_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
         """Train the drafter with `online.where=trainer` on the samples of one step, once; returns its weights, if there
         is a new version of them."""
         shared = self._calls.transport.put(list(samples))
-        weights: WeightSet | None = self._call("teach_drafter", shared, step)[0]
+        weights: WeightSet | None = self._call("train_drafter", shared, step)[0]
         return weights
 
     def export_weights(self, version: int) -> WeightSet:

@@ -78,7 +78,7 @@ class SimulatedTrainerActor(TrainerActor):
     """The product's trainer actor, without a model."""
 
     def __init__(self, actor: VirtualActor, simulation: Simulation, rank: int, weights: int) -> None:
-        self._pupil, self._progress, self._last = None, WorkCounter(), {}
+        self._online, self._progress, self._last = None, WorkCounter(), {}
         clock = VirtualClock(simulation.kernel, actor.process)
         self._trainer: Any = _Rank(rank, weights, clock, self._progress)
         self._transport = VirtualTransport(simulation.network, actor)

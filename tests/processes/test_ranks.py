@@ -86,9 +86,9 @@ def run(
             ]
             metrics = ranks.update(samples, step, step)
             if heads is not None and step == 0:  # which does not disturb the policy's own training
-                taught = ranks.teach_drafter(samples, step)
+                taught = ranks.train_drafter(samples, step)
                 assert taught is not None and taught.version > 1
-                assert ranks.teach_drafter([], step + 1) is None, "nothing to learn from"
+                assert ranks.train_drafter([], step + 1) is None, "nothing to learn from"
                 heads += [tensor.clone() for name, tensor in unpack(*taught.buckets) if name == HEAD_WEIGHT]
         return weights_of(ranks, config.target.model), metrics
 

@@ -1,4 +1,4 @@
-"""From outputs to samples: samples without a reward are left out, dull groups are replaced; rollouts ahead."""
+"""From outputs to samples: those without a reward are left out, groups with equal rewards replaced; rollouts ahead."""
 
 from __future__ import annotations
 
@@ -135,17 +135,17 @@ def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int
 
 def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() -> None:
     experience = collect(["1 1 1 1", "1 0 0 0", "0 0 0 0", "0 0 0 1"], prompts=2, dynamic_sampling=True)
-    assert experience.rounds == 3 and experience.dull_groups == 2
+    assert experience.rounds == 3 and experience.zero_variance_groups == 2
     assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     experience = collect(["10.1 10.1 10.1 10.1"] * 4, prompts=1, dynamic_sampling=True)
-    assert experience.rounds == 4 and experience.dull_groups == 4
+    assert experience.rounds == 4 and experience.zero_variance_groups == 4
     assert advantages(experience) == [0.0] * 4, "the groups of one round, for which memory was planned"
     experience = collect(["1 1 1 1"] * 7 + ["0 1 0 0"], prompts=2, dynamic_sampling=True)
-    assert experience.dull_groups == 7 and len(experience.samples) == 4 and max(advantages(experience)) > 0
+    assert experience.zero_variance_groups == 7 and len(experience.samples) == 4 and max(advantages(experience)) > 0
 
 
 @pytest.mark.parametrize(
-    ("outputs", "dull"),
+    ("outputs", "alike"),
     [
         ("1 1 1 1", True),  # longer by one token each: the punishments differ
         ("0 0 0 1", False),
@@ -153,13 +153,13 @@ def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() 
     ],
 )
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
-def test_equal_rewards_do_not_train_the_length(outputs: str, dull: bool, name: str) -> None:
+def test_equal_rewards_do_not_train_the_length(outputs: str, alike: bool, name: str) -> None:
     sampling = SamplingParams(max_tokens=5)
     experience = collect(
         [outputs], name=name, dynamic_sampling=False, overlong_buffer=4, scale_by_std=name != "rloo", sampling=sampling
     )
-    assert (experience.dull_groups, experience.groups) == (int(dull), 1)
-    assert (advantages(experience) == [0.0] * 4) == dull
+    assert (experience.zero_variance_groups, experience.groups) == (int(alike), 1)
+    assert (advantages(experience) == [0.0] * 4) == alike
     assert [sample.reward for sample in experience.samples] == [
         float(reward) - 0.25 * number for number, reward in enumerate(outputs.split())
     ]
@@ -170,7 +170,9 @@ def test_equal_rewards_do_not_train_the_length(outputs: str, dull: bool, name: s
 def test_advantages_do_not_depend_on_an_offset_of_the_rewards(name: str, offset: float) -> None:
     settings: dict[str, Any] = {"name": name, "dynamic_sampling": False}
     experience = collect([" ".join(str(offset + value) for value in (1, 2, 4, 8))], **settings)
-    assert advantages(experience) == advantages(collect(["1 2 4 8"], **settings)) and experience.dull_groups == 0
+    assert (
+        advantages(experience) == advantages(collect(["1 2 4 8"], **settings)) and experience.zero_variance_groups == 0
+    )
 
 
 class Maker:

@@ -212,7 +212,13 @@ def test_speeds_are_those_of_their_tokens_and_times(
             with record.timed(phase):
                 ticks.now += seconds
         failures = {"reward": Counter({"no number": 1}), "rollout": Counter[str]()}
-        counts: dict[str, Any] = {"dull_groups": 3, "rounds": 2, "turns": 5, "failures": failures, "skipped_tasks": 4}
+        counts: dict[str, Any] = {
+            "zero_variance_groups": 3,
+            "rounds": 2,
+            "turns": 5,
+            "failures": failures,
+            "skipped_tasks": 4,
+        }
         experience = Experience([SAMPLE], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
@@ -222,7 +228,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
     for line, step, seconds in zip(run.metrics_file.read_text().splitlines(), (1, 2), (7, 10), strict=True):
         ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
-        train |= {"samples": 1, "sampled": 2, "dull_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
+        train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
         train |= {"skipped_tasks": 4}
         speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}

@@ -68,8 +68,8 @@ class World:
         self.weights += 0.5
         return {"skipped": 0.0, "grad_norm": 1.0}
 
-    def teach_drafter(self, samples: Any, step: int) -> WeightSet:
-        self.happens("teach_drafter")
+    def train_drafter(self, samples: Any, step: int) -> WeightSet:
+        self.happens("train_drafter")
         return WeightSet(step, (), 0)
 
     def export_weights(self, version: int) -> WeightSet:
@@ -199,7 +199,7 @@ def test_checkpoints_of_interrupted_runs_and_on_a_full_disk(
 
 BEFORE = ("begin", "collect", "sleep", "reload")
 """What happens in a step before its update, and after it."""
-AFTER = ("teach_drafter", "export_weights", "offload", "wake", "update_weights", "update_drafter", "end")
+AFTER = ("train_drafter", "export_weights", "offload", "wake", "update_weights", "update_drafter", "end")
 
 
 @pytest.mark.parametrize("where", [*BEFORE, *AFTER])
