@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from specactor_ray.sampling.rules import Rules
 from specactor_ray.table import _kernels
 from specactor_ray.table._kernels import Committed
 from specactor_ray.table.requests import COUNTS, Finish, TargetRequest, refuse_impossible
-
-if TYPE_CHECKING:
-    import torch
 
 _ANY = 2**31 - 1
 _FIRST_ROWS = 32
@@ -43,8 +40,8 @@ class RequestTable:
     - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
-    `eos_token_ids` end an output unless the request ignores them; `device` reads the sampling `rules` (by row, with
-    positions in the sequence); for `window` and `branches` see `fit_tails`.
+    `eos_token_ids` end outputs of requests that do not ignore them; `device`: of the sampling `rules`
+    (by row, with positions in the sequence); for `window` and `branches` see `fit_tails`.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class RequestTable:
         vocab_size: int = _ANY,
         max_model_len: int = _ANY,
         eos_token_ids: Collection[int] = (),
-        device: torch.device | None = None,
+        device: Any = None,
     ) -> None:
         rows, seats = _FIRST_ROWS, 2
         self.vocab_size, self.max_model_len = vocab_size, max_model_len

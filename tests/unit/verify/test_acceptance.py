@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from specactor_ray.table import _kernels
 from specactor_ray.table.table import RequestTable
-from specactor_ray.verify import _kernels
 from specactor_ray.verify.acceptance import BUCKET_NAMES, PRIOR, PRIOR_TRIES, Acceptance, bucket_of
 from tests.unit.verify.tables import commit, ints, request, say
 
