@@ -34,7 +34,7 @@ class SimulatedEngine:
         self.closed = False
         self._clock, self._world = clock, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
-        self.table = RequestTable(vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        self.table = _Table(self)
         self._admitted: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._numbers = np.zeros((5, 0), np.int32)
@@ -55,7 +55,7 @@ class SimulatedEngine:
             raise InputError("the prompt is too long")
         if request.sampling.logprobs:
             raise InputError("sampling.logprobs: simulated engines have no probabilities")
-        output = self._world.text.output(request.sampling, self.weight_version)
+        output = self.text(row)
         for axis, needed in enumerate((row + 1, len(output))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
@@ -64,6 +64,10 @@ class SimulatedEngine:
         self._truth[row, : len(output)] = output
         self._numbers[:, row] = prompt, committed, len(output), prompt + committed, most
         self._waiting[row] = None
+
+    def text(self, row: int) -> np.ndarray:
+        """The whole output of a request with the present weights, integers `(n,)`."""
+        return self._world.text.output(self.table.requests[row].sampling, self.weight_version)
 
     def remove(self, row: int) -> None:
         if row in self._admitted:
@@ -156,3 +160,18 @@ class SimulatedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+class _Table(RequestTable):
+    """The table of a simulated engine, in which outputs end where the world's text does."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__(vocab_size=engine.vocab_size, max_model_len=engine.max_model_len)
+        self._engine = engine
+
+    def end_of(self, row: int) -> Finish | None:
+        sampling, committed = self.requests[row].sampling, len(self.output(row))
+        output = self._engine.text(row)
+        if committed < len(output):
+            return super().end_of(row)
+        return Finish.LENGTH if len(output) == sampling.max_tokens else Finish.STOP

@@ -79,7 +79,7 @@ class FaultyHost(SimulatedHost):
             self._clock.sleep(float("inf"))
         engine.decoding()  # admits requests
         for row in engine._admitted if self._faults.poison else ():
-            kind, position = self._faults.poison.get(engine._requests[row].sampling.seed, ("", -1))
+            kind, position = self._faults.poison.get(engine.table.requests[row].sampling.seed, ("", -1))
             if kind and engine._numbers[_kernels.OUTPUT, row] >= position:
                 if kind == "crash":
                     self._network.kill(self._actor)

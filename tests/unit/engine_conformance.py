@@ -121,8 +121,7 @@ class Driver:
             assert bool(tops) == bool(tokens and self.requests[row].sampling.logprobs)
             counts = int(result.drafted[at]), int(result.accepted[at])
             reason, error = None if finish is Finish.RUNNING else finish.reason, result.errors.get(row, "")
-            assert self.table.output(row)[-len(tokens) or None :].tolist() == tokens
-            assert len(self.table.output(row)) == self.committed[name]
+            assert self.table.output(row)[self.committed[name] - len(tokens) :].tolist() == tokens
             if reason is not None:
                 self.table.close(row)
             logprobs = result.logprobs[begin:end].tolist()
