@@ -34,7 +34,7 @@ class SimulatedEngine:
         self.closed = False
         self._clock, self._world = clock, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
-        self.table = _Table(self)
+        self.table: RequestTable = _Table(self)
         self._admitted: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._numbers = np.zeros((5, 0), np.int32)
