@@ -36,9 +36,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import available_bytes
 from specactor_ray.rollout.memory import plan_rollout_memory
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
-from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
+from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.trajectory import RolloutMetrics
-from specactor_ray.target.vllm_settings import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -94,19 +93,17 @@ def run_bench(
     workloads: Sequence[Workload],
     output: Path | None,
     console: Console,
-    peers: bool = False,
     rounds: int = 1,
     auto: Config | None = None,
 ) -> dict[str, Any]:
-    """Measure all variants (see `plan_variants`, also for `auto`) in rounds, and with `peers` vLLM itself, once, on all
-    workloads. Returns the report, which is written to `output` (default: `bench.json` in a new folder under `run.dir`),
-    never over another file; after an interruption it has what was measured. UserError: the configuration, the prompts
-    or the cluster are wrong."""
+    """Measure all variants (see `plan_variants`, also for `auto`) in rounds. Returns the report, which is written to
+    `output` (default: `bench.json` in a new folder under `run.dir`), never over another file; after an interruption it
+    has what was measured. UserError: the configuration, the prompts or the cluster are wrong."""
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     notes = list[str]()
-    variants = _checked_variants(config, modes, batches, peers, auto, notes)
+    variants = _checked_variants(config, modes, batches, auto, notes)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
@@ -128,8 +125,6 @@ def run_bench(
             with connect(cluster):
                 for number, group in enumerate(groups, start=1):
                     bench.measure(group, rounds, f"[{number}/{len(groups)}]")
-            if peers:
-                bench.measure_peers(config, batches)
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
@@ -148,18 +143,12 @@ def _checked_variants(
     config: Config,
     modes: Sequence[BenchMode],
     batches: Sequence[int],
-    peers: bool,
     auto: Config | None,
     notes: list[str],
 ) -> Sequence[Variant]:
     """The variants to measure, after all checks that are possible before Ray starts."""
     refuse_early(config)
     variants = plan_variants(config, modes, batches, auto, notes)
-    if peers:
-        require_vllm()
-        if config.target.tensor_parallel > 1:
-            problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."
-            raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
     check_target(config)  # imports transformers, which takes seconds
     return variants
 
@@ -222,19 +211,6 @@ class Bench:
                 "differences": differences(reference, outputs),
             }
         )
-
-    def measure_peers(self, config: Config, batches: Sequence[int]) -> None:
-        """Measure vLLM alone on the same workloads."""
-        from specactor_ray.bench.peers import measure_peers
-        from specactor_ray.models.loading import load_tokenizer
-
-        tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
-        encoded = []
-        for workload in self._workloads:
-            prompts = [encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts]
-            prompts *= workload.n or config.data.n
-            encoded.append((workload.name, tuple(prompts), (workload.sampling,) * len(prompts)))
-        self.measured += measure_peers(config, batches, encoded, self._console)
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
@@ -314,7 +290,7 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         together = {
             **figures_of(requests, tokens, seconds, metrics),
             "rounds": [one["tokens_per_s"] for one in group],
-            "differences": None if None in differences else [*itertools.chain(*differences)],
+            "differences": [*itertools.chain(*differences)],
         }
         results.append({**group[-1], **together})
     return results
@@ -322,40 +298,36 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
-    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the plain
-    variant of this package, and its `interval`."""
+    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the baseline,
+    and its `interval`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["batch"], result["workload"]), []).append(result)
     found = []
     for (batch, workload), group in groups.items():
         plain = [one for one in group if one["mode"] == ModeName.plain.value]
-        base, own = (
-            max(some, key=lambda one: one["tokens_per_s"])
-            for some in (plain, [one for one in plain if not one.get("peer")])
-        )
+        base = max(plain, key=lambda one: one["tokens_per_s"])
         for result in group:
             added = {
-                "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
+                "identical": result["requests"] - len(result["differences"]),
                 "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
                 "interval": None,
                 "verdict": "",
                 "baseline": result is base,
                 "last_of_group": result is group[-1],
             }
-            pairs = [pair for pair in zip(own["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
-            if pairs and not result.get("peer") and result["mode"] != ModeName.plain.value:
+            pairs = [pair for pair in zip(base["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
+            if pairs and result["mode"] != ModeName.plain.value:
                 subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
                 said = verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
                 interval = None if said.low is None or said.high is None else [round(said.low, 4), round(said.high, 4)]
-                added |= {"interval": interval, "verdict": said.sentence}
-                added |= {"ratio": round(said.ratio, 4)} if own is base else {}
+                added |= {"interval": interval, "verdict": said.sentence, "ratio": round(said.ratio, 4)}
             found.append({**result, **added})
     return found
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:
-    """Whether every variant gave the tokens of plain decoding, in every request. Peers are not compared."""
+    """Whether every variant gave the tokens of plain decoding, in every request."""
     return not any(result["differences"] for result in report["results"])
 
 

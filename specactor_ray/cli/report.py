@@ -98,7 +98,7 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             f"{metrics['speedup']:.2f}" if result["verdict"] else "-",
             _share(metrics["acceptance_rate"], metrics["drafted_tokens"]),
             f"{metrics['acceptance_length']:.2f}",
-            "-" if result.get("peer") else f"{result['identical']}/{result['requests']}",
+            f"{result['identical']}/{result['requests']}",
             end_section=result["last_of_group"],
         )
     table.caption = (
@@ -112,8 +112,6 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Parts of the time of a step, in milliseconds."""
     table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
     for result in results:
-        if result.get("peer"):
-            continue  # its steps cannot be timed here
         split = result["ms_per_step"]
         table.add_row(
             *_variant_cells(result),
@@ -129,7 +127,7 @@ def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
         for result in results
-        for difference in result["differences"] or ()
+        for difference in result["differences"]
     ]
     if len(lines) > _MOST_DIFFERENCES:
         lines[_MOST_DIFFERENCES:] = [f"  and {len(lines) - _MOST_DIFFERENCES} more; all of them are in the JSON file"]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specactor_ray.bench.micro import cell
-from specactor_ray.bench.peers import _peers
 from specactor_ray.bench.rollout_modes import (
     Place,
     all_identical,
@@ -372,36 +371,23 @@ def test_cells_have_three_digits(value: Any, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafters", "peers", "problem"),
+    ("drafters", "problem"),
     [
-        (2, False, r"drafters: the run needs 3 CPU cores .*there are 2"),
-        (1, True, "vllm is not installed"),
-        (1, False, r"bench\.json exists"),
+        (2, r"drafters: the run needs 3 CPU cores .*there are 2"),
+        (1, r"bench\.json exists"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(
-    drafters: int, peers: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafters: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specactor_ray.core.upstream.Upstream.installed", lambda _: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     report = tmp_path / "bench.json"
     if "exists" in problem:
         report.write_text("{}")
     before = list(tmp_path.iterdir())
     with pytest.raises(UserError, match=problem):
-        run_bench(config(drafters=drafters), ALL, [4], [], report, Console(file=io.StringIO()), peers)
+        run_bench(config(drafters=drafters), ALL, [4], [], report, Console(file=io.StringIO()))
     assert list(tmp_path.iterdir()) == before
-
-
-def test_peers_decode_plainly_on_all_cores_and_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
-    drafters = [{"method": "ngram", "hosted": False, "cores": 0.5}, {"method": "eagle", "cores": 0.5, "model": "m"}]
-    config = from_mapping({"mode": "decoupled", "drafters": drafters})
-    found = list(_peers(config, [16], []))
-    assert [work.label for work in found] == [
-        f"vllm {name}" for name in ("plain 1x2", "plain 1x1", "ngram 1x2", "eagle3 1x2")
-    ]
-    assert [work.cores for work in found] == [(3, 5), (3,), (3, 5), (3, 5)]
 
 
 def test_every_file_at_every_temperature_is_a_workload(tmp_path: Path) -> None:
