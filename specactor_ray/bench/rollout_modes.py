@@ -1,4 +1,4 @@
-"""Comparison of `specactor bench rollout`: the modes by turns on the same prompts, seeds and cores.
+"""Comparison of `specactor bench rollout` and `specactor demo`: variants by turns on the same prompts, seeds and cores.
 
 Every variant has its own actors on one Ray cluster. Where memory allows, those of a batch size all run, and decode in
 rounds, in an order that alternates: one of them at a time, so that all see the same minutes of the machine. A short
@@ -11,7 +11,7 @@ import copy
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,9 +52,9 @@ Place = tuple[int, int]
 Outputs = Mapping[Place, "Trajectory"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
-    """Prompts and their sampling parameters."""
+    """Prompts and their sampling parameters. Equal by identity."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -114,7 +114,7 @@ def run_bench(
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
-    bench = Bench(workloads, console)
+    bench, turns = Bench(console), [workload for workload in workloads for _ in range(rounds)]
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
@@ -124,7 +124,7 @@ def run_bench(
                 cluster.num_cpus = max(sum(one.total_cores for one in group) for group in groups)
             with connect(cluster):
                 for number, group in enumerate(groups, start=1):
-                    bench.measure(group, rounds, f"[{number}/{len(groups)}]")
+                    bench.measure(group, turns, f"[{number}/{len(groups)}] batch {group[0].batch}, ")
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
@@ -164,32 +164,36 @@ def _fit_together(config: Config, groups: Sequence[Sequence[Variant]]) -> bool:
 class Bench:
     """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch."""
 
-    def __init__(self, workloads: Sequence[Workload], console: Console) -> None:
-        self._workloads, self._console = list(workloads), console
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self.measured: list[dict[str, Any]] = []
-        """Figures of every variant and workload so far."""
-        self._references: dict[tuple[str, int], Outputs] = {}
+        """Figures of every variant and round so far."""
+        self.outputs: dict[str, Outputs] = {}
+        """Outputs of the latest round of each variant, by its label."""
+        self._references: dict[tuple[Workload, int], Outputs] = {}
 
-    def measure(self, variants: Sequence[Variant], rounds: int, title: str) -> None:
-        """Start the actors of all variants, warm up, time each workload in rounds by turns, end the actors."""
+    def measure(self, variants: Sequence[Variant], rounds: Iterable[Workload], title: str) -> None:
+        """Start the actors of all variants, warm up, time the workload of every round by turns, end the actors. Rounds
+        are counted by the name of their workload. `title` begins each line of progress."""
         with signals_deferred():
             from specactor_ray.rollout.rollout import Rollout
 
         with ExitStack() as stack:
             running = list[tuple[Variant, Rollout, float]]()
             for variant in variants:
-                say(self._console, f"{title} batch {variant.batch}, {variant.label}: starting")
+                say(self._console, f"{title}{variant.label}: starting")
                 begin = time.monotonic()
                 rollout = stack.enter_context(Rollout(variant.config))
                 rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
                 running.append((variant, rollout, time.monotonic() - begin))
-            for workload in self._workloads:
-                for number in range(rounds):
-                    for variant, rollout, start_seconds in running if number % 2 == 0 else reversed(running):
-                        name = f"{title} batch {variant.batch}, {workload.name}, round {number + 1}: {variant.label}"
-                        self.measure_running(rollout, variant, workload, start_seconds, name)
+            done = Counter[str]()
+            for workload in rounds:
+                for variant, rollout, start_seconds in reversed(running) if done[workload.name] % 2 else running:
+                    name = f"{title}{workload.name}, round {done[workload.name] + 1}: {variant.label}"
+                    self._measure_running(rollout, variant, workload, start_seconds, name)
+                done[workload.name] += 1
 
-    def measure_running(
+    def _measure_running(
         self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
     ) -> None:
         """Time a workload on a rollout that has started, and compare its tokens."""
@@ -198,7 +202,8 @@ class Bench:
         begin = time.monotonic()
         outputs, failures = self._roll_out(rollout, workload, title)
         seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
-        reference = self._references.setdefault((workload.name, variant.batch), outputs)
+        reference = self._references.setdefault((workload, variant.batch), outputs)
+        self.outputs[variant.label] = outputs
         tokens = sum(len(output.token_ids) for output in outputs.values())
         self.measured.append(
             {
@@ -214,7 +219,7 @@ class Bench:
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
-        order = [workload.name for workload in self._workloads]
+        order = list(dict.fromkeys(one["workload"] for one in self.measured))
         return with_ratios(sorted(merged(self.measured), key=lambda m: (m["batch"], order.index(m["workload"]))))
 
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[Outputs, Counter[str]]:
@@ -299,7 +304,7 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
     workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the baseline,
-    and its `interval`."""
+    its `outcome` and its `interval`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["batch"], result["workload"]), []).append(result)
@@ -313,6 +318,7 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
                 "interval": None,
                 "verdict": "",
+                "outcome": "",
                 "baseline": result is base,
                 "last_of_group": result is group[-1],
             }
@@ -321,7 +327,8 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
                 said = verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
                 interval = None if said.low is None or said.high is None else [round(said.low, 4), round(said.high, 4)]
-                added |= {"interval": interval, "verdict": said.sentence, "ratio": round(said.ratio, 4)}
+                added |= {"interval": interval, "verdict": said.sentence, "outcome": said.outcome}
+                added["ratio"] = round(said.ratio, 4)
             found.append({**result, **added})
     return found
 
