@@ -17,7 +17,7 @@ from specactor_ray.cli.options import (
     planned_side_by_side,
     split_items,
 )
-from specactor_ray.cli.report import difference_lines, reason_lines, speed_table, time_table
+from specactor_ray.cli.report import difference_lines, draft_table, reason_lines, speed_table, time_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 
@@ -81,8 +81,8 @@ def _show(report: Mapping[str, Any]) -> None:
     if not results:
         say(console, "interrupted before the first variant was measured; no report was written")
         return
-    console.print(speed_table(results))
-    console.print(time_table(results))
+    for table in filter(None, (speed_table(results), draft_table(results), time_table(results))):
+        console.print(table)
     if report["status"] == "interrupted":
         say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:

@@ -29,6 +29,7 @@ from specactor_ray.bench.verdict import verdict
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
+    draft_table,
     ladder_table,
     speed_table,
     status_table,
@@ -212,6 +213,7 @@ def measured(
         {**differences({(n, 0): output(1, 2)}, {(n, 0): output(1, 3)})[0], "prompt_index": n} for n in range(differing)
     ]
     metrics = RolloutMetrics(steps=10, row_steps=40, committed_tokens=60, drafted_tokens=50, accepted_tokens=20)
+    metrics.count_positions([30, 20], [20, 5])
     variant = Variant(label, batch, config())
     return {
         **variant.facts(),
@@ -278,9 +280,12 @@ class TestReport:
 
     def test_the_tables_say_it_all(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0), measured("decoupled 1x1 + 1", 4, 60.0, differing=2)])
-        text = rendered(speed_table(results)) + rendered(time_table(results))
-        for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "protocol"):
+        text = rendered(speed_table(results)) + rendered(draft_table(results)) + rendered(time_table(results))
+        for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "67% 25%", "protocol"):
             assert expected in text
+        plain = measured("plain 1x2", 4, 1.0)
+        plain["metrics"] = RolloutMetrics(steps=1).to_dict()
+        assert draft_table(with_ratios([plain])) is None
         lines = difference_lines(results)
         assert lines[1].strip() == (
             "decoupled 1x1 + 1, batch 4, chat T=1: prompt 1, sample 0, position 1: token 3 in place of 2, "
