@@ -311,7 +311,6 @@ class TestCommand:
             (["profile=none.json"], "profile: there is no file none.json"),
             (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
-            (["plan=auto"], "plan: this key is gone. Fix: mode=auto searches if `profile` is set"),
             (["target.tensor_parallel=2", "target.backend=vllm", "target.cores=2"], "is of one rank"),
         ],
     )
