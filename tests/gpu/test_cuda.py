@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.batch_invariance import Invariant, read_in_parts
-from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.batch_invariance import Invariant
+from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, fitting, warm_up
 from specactor_ray.sampling.rules import Rules

@@ -19,8 +19,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import environment
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import footprint
-from specactor_ray.models import cache_size
-from specactor_ray.models import captured as captured_steps
+from specactor_ray.models import cache_size, step_sizes
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
@@ -278,7 +277,7 @@ def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patched:
         patched.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
         captured -= cache_size.beside_the_cache(own)
-    assert len(captured_steps.sizes(128, 2048)) == 61
+    assert len(step_sizes.sizes(128, 2048)) == 61
     assert captured == 61 * 28 * 40 * 4096 + 2048 * (152064 * 6 + (8 * 3584 + 2 * 18944) * 2)
     fits = cache_size.beside_the_cache(other) / 0.92 + 0.5 * GIB
     monkeypatch.setattr(memory, "gpu_memories", lambda: [int(fits)])
