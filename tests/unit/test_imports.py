@@ -68,7 +68,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
     "triton": (
-        "sampling/triton",
+        "sampling/gpu",
         "target/vllm_cpu.py",
         "models/_layers_triton.py",
         "models/_paged_attention_triton.py",
@@ -98,8 +98,8 @@ ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "
 LEAVES = (
     "target/vllm_worker.py",
     "target/vllm_weights.py",
-    "sampling/triton.py",
-    "sampling/triton_noise.py",
+    "sampling/gpu.py",
+    "sampling/gpu_noise.py",
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_layers_triton.py",
