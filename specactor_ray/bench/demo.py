@@ -22,9 +22,9 @@ from specactor_ray.bench.variants import Variant
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.signals import interruption, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer

@@ -27,9 +27,9 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams

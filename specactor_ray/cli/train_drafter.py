@@ -11,9 +11,9 @@ from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.distill.card import CARD_FILE, DrafterRecipe, read_card

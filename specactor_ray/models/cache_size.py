@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.core.environment import memory_limit
+from specactor_ray.core.machine import memory_limit
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
 from specactor_ray.models.step_sizes import sizes

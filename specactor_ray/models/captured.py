@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specactor_ray.core.device import parts, staging
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.machine import fall_back
 from specactor_ray.models.cpu_attention import PageRows
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch

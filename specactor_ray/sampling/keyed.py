@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from specactor_ray.core.device import to_device
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.machine import fall_back
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import cpu as kernels
 from specactor_ray.sampling.rules import Rules

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.models import _products_triton as kernels
 from specactor_ray.models import ragged_model
 from specactor_ray.models.batch_invariance import Invariant

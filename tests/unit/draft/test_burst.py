@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST

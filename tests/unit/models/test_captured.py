@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from specactor_ray.core import device as core_device
-from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import captured, ragged_attention, ragged_model
 from specactor_ray.models.captured import Captured, CudaCapturer
