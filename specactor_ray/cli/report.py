@@ -102,8 +102,8 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
         )
     table.caption = (
         "* baseline: the fastest plain variant of that batch and workload. estimated: the ratio that a rollout\n"
-        "prints, from its steps alone. acc. length: tokens per request and step. variant: verifiers x cores of each,\n"
-        "+ cores of draft actors. fon: all methods."
+        "prints, from its steps alone. acc. length: tokens per request and step.\n"
+        "variant: verifiers x cores of each, + cores of draft actors. fon: all methods."
     )
     return table
 
@@ -113,8 +113,8 @@ def draft_table(results: Sequence[Mapping[str, Any]]) -> Table | None:
     drafting = [result for result in results if result["metrics"]["drafted_tokens"]]
     table = _bench_table("drafts", ("supply", "acc. rate", "right by position"))
     table.caption = (
-        "supply: usable draft tokens per request and step. acc. rate: share of the verified ones that were right.\n"
-        "right by position: share of the 1st, 2nd, ... of each draft."
+        "supply: usable draft tokens per request and step. acc. rate: verified ones\n"
+        "that were right. right by position: of the 1st, 2nd, ... of a draft."
     )
     for result in drafting:
         metrics = result["metrics"]
