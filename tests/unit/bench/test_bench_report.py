@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from rich.console import Console
 
 from specactor_ray.bench.micro import cell
 from specactor_ray.bench.rollout_modes import (
+    Bench,
     Place,
+    Workload,
     all_identical,
     differences,
     figures_of,
@@ -293,6 +297,57 @@ class TestReport:
         )
         lines = difference_lines(with_ratios([measured("plain 1x2", 4, 1.0, differing=14)]))
         assert len(lines) == 11 and "4 more" in lines[-1]
+
+
+class FakeRollout:
+    """Answers each prompt with its length; with drafts one output of round 3 is another."""
+
+    rounds, committed_tokens = 0, 0
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __enter__(self) -> FakeRollout:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def generate(self, *_: Any, **__: Any) -> None:
+        pass
+
+    forget_history = reset_metrics = generate
+
+    def metrics(self) -> RolloutMetrics:
+        return RolloutMetrics()
+
+    def status(self) -> list[dict[str, Any]]:
+        return []
+
+    def stream(self, prompts: Sequence[str], *_: Any) -> Iterator[Trajectory]:
+        self.rounds += 1
+        for place, prompt in enumerate(prompts):
+            wrong = self.rounds == 3 and place == 0 and self.config.mode is not ModeName.plain
+            yield replace(output(len(prompt) + wrong), prompt_index=place)
+
+
+def test_variants_take_turns_in_rounds_that_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
+    variants = plan_variants(config(), [BenchMode.plain, BenchMode.coupled], [1])[::2]
+    plain, coupled = (one.label for one in variants)
+    bench = Bench(Console(file=io.StringIO()))
+    one, other = (Workload("edits T=0", prompts, SamplingParams(), n=1) for prompts in (("a", "bc"), ("def",)))
+
+    def rounds() -> Iterator[Workload]:
+        for number, workload in enumerate((one, other, one, other)):
+            assert len(bench.measured) == 2 * number, "the round before is over"
+            yield workload
+            assert {len(found) for found in bench.outputs.values()} == {len(workload.prompts)}
+
+    bench.measure(variants, rounds(), "")
+    assert [row["variant"] for row in bench.measured] == [plain, coupled, coupled, plain] * 2
+    results = bench.results()
+    assert [(row["requests"], row["identical"], len(row["rounds"])) for row in results] == [(6, 6, 4), (6, 5, 4)]
 
 
 def rendered(table: Any, width: int = 160) -> str:
