@@ -3,15 +3,13 @@ machine and in the minutes given."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count, groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,22 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload
+from specactor_ray.bench.rollout_modes import Bench, Workload
 from specactor_ray.bench.variants import Variant
-from specactor_ray.bench.verdict import verdict
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.signals import interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.core.machine import hardware, versions
+from specactor_ray.core.signals import interruption, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import read_jsonl, read_prompts
 from specactor_ray.trainer.rewards import RewardSample
 
 if TYPE_CHECKING:
-    from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.rollout.trajectory import Trajectory
     from specactor_ray.trainer.steps import TrainingParts
 
@@ -45,15 +42,12 @@ _SPEED_SHARE = 0.45
 """Share of the time for the first half."""
 _PROMPTS, _GROUPS = "conf/prompts/repetition.jsonl", 8
 """Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay. A round takes every eighth."""
-_EXAMPLE = 1
-"""Number of the prompt whose output is shown."""
+_EXAMPLE = 2
+"""Round whose first output of auto is shown."""
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=96, seed=7)
 _LEAST_ROUNDS, _LEAST_STEPS = 5, 2
 _END_S = 12.0
 """Seconds reserved for the checkpoint and the end of the cluster."""
-
-Round = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""Figures of `Bench` of plain decoding and of auto on the same prompts."""
 
 
 @dataclass
@@ -68,13 +62,21 @@ class Demo:
     trains: bool = True
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
-    rounds: list[Round] = field(default_factory=list)
+    bench: Bench = field(init=False)
     example: Mapping[str, Any] | None = None
     """A prompt, and its output in pieces of text, each with whether it was drafted."""
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
     held_out: list[list[tuple[str, float]]] = field(default_factory=list)
     """Outputs for prompts that are not trained on, with their rewards: before the training, and after."""
+
+    def __post_init__(self) -> None:
+        self.bench = Bench(self.console)
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Results of `Bench` of plain decoding and of auto; none before both have a round."""
+        return self.bench.results() if len(self.bench.measured) > 1 else []
 
     @property
     def seconds(self) -> float:
@@ -98,7 +100,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
         demo.status = "interrupted"
         demo.say(f"{interruption(error)}: what was measured until now follows")
     except SpecActorError as error:
-        if not demo.rounds:
+        if not demo.results:
             raise
         demo.status = "failed"
         demo.say(f"error: {error}")
@@ -107,13 +109,13 @@ def run_demo(demo: Demo) -> dict[str, Any]:
         "model": demo.model,
         "seconds": round(demo.seconds, 1),
         "load": os.getloadavg()[0],
-        "speed": speed_figures(demo.rounds),
+        "results": demo.results,
         "example": demo.example,
         "training": training_figures(demo.steps, demo.held_out),
         "versions": versions(),
         "hardware": hardware(),
     }
-    if demo.rounds:
+    if report["results"]:
         demo.folder.mkdir(parents=True, exist_ok=True)
         write_json(demo.folder / REPORT_FILE, report)
     return report
@@ -136,51 +138,29 @@ def _run(demo: Demo) -> None:
 
 
 def _measure_speed(demo: Demo, auto: Config) -> None:
-    """Decode rounds of prompts with two rollouts by turns, in an order that alternates: both see the same minutes."""
-    plain, until_s = copy.deepcopy(auto), 60.0 * demo.minutes * (_SPEED_SHARE if demo.trains else 1.0)
+    """Decode rounds of prompts without and with drafts, by turns."""
+    plain = copy.deepcopy(auto)
     plain.mode = ModeName.plain
     demo.say(f"edits of code, tables and texts, T=0, one request at a time, on {demo.cores} cores by turns")
-    bench, prompts = Bench([], demo.console), read_prompts(_PROMPTS)
-    with _started(plain, auto) as rollouts:
-        for rollout in rollouts:
-            rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
-        turns = [(Variant("plain", 1, plain), rollouts[0]), (Variant("auto", 1, auto), rollouts[1])]
-        begin = demo.seconds
-        for done in count():
-            if done >= _LEAST_ROUNDS and demo.seconds + (demo.seconds - begin) / done > until_s:
-                break
-            name = f"round {done + 1}"
-            workload = Workload(name, tuple(prompts[done % _GROUPS :: _GROUPS]), _GREEDY)
-            for variant, rollout in turns[:: -1 if done % 2 else 1]:
-                bench.measure_running(rollout, variant, workload, 0.0, f"{name}: {variant.label}")
-            one, other = bench.measured[-2:][:: -1 if done % 2 else 1]
-            demo.rounds.append((one, other))
-            demo.say(f"{name}: plain {one['tokens_per_s']:.1f}, auto {other['tokens_per_s']:.1f} tokens/s")
-        (output,) = rollouts[1].generate([prompts[_EXAMPLE]], _GREEDY, n=1)
-        demo.example = {"prompt": output.prompt, "pieces": pieces(output, rollouts[1].engine.tokenizer)}
+    demo.bench.measure([Variant("plain", 1, plain), Variant("auto", 1, auto)], _rounds(demo), "")
 
 
-@contextlib.contextmanager
-def _started(*configs: Config) -> Iterator[list[Rollout]]:
-    """Rollouts of these configurations; several cores start them at the same time."""
-    from specactor_ray.rollout.rollout import Rollout
-
-    with ThreadPoolExecutor(min(len(configs), len(os.sched_getaffinity(0)))) as pool, contextlib.ExitStack() as held:
-        starting = [pool.submit(Rollout, config) for config in configs]
-        for one in starting:
-            held.callback(_close, one)
-        yield [one.result() for one in starting]
-
-
-def _close(starting: Future[Rollout]) -> None:
-    with signals_deferred():
-        if starting.exception() is None:
-            starting.result().close()
+def _rounds(demo: Demo) -> Iterator[Workload]:
+    """The prompts of each round, until the time of the first half is over. Keeps the example when it is there."""
+    until_s, prompts = 60.0 * demo.minutes * (_SPEED_SHARE if demo.trains else 1.0), read_prompts(_PROMPTS)
+    groups = [Workload("edits T=0", tuple(prompts[first::_GROUPS]), _GREEDY, n=1) for first in range(_GROUPS)]
+    begin = demo.seconds
+    for done in count():
+        if done >= _LEAST_ROUNDS and demo.seconds + (demo.seconds - begin) / done > until_s:
+            return
+        if done == _EXAMPLE:
+            output, tokenizer = demo.bench.outputs["auto"][0, 0], load_tokenizer(demo.model)
+            demo.example = {"prompt": output.prompt, "pieces": pieces(output, tokenizer)}
+        yield groups[done % _GROUPS]
 
 
 def _train(demo: Demo) -> None:
     """A short GRPO run on this machine's cores, in its own run folder: outputs of one line."""
-    from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.runs.training import METRICS_FILE, read_metrics
     from specactor_ray.trainer.run import train
 
@@ -216,24 +196,6 @@ def _train(demo: Demo) -> None:
 def plan_steps(step_s: float, left_s: float, most: int) -> int:
     """Number of training steps, at most `most`, after a first one that took `step_s` seconds."""
     return max(_LEAST_STEPS, min(1 + math.floor(left_s / step_s), most))
-
-
-def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
-    """Tokens per second of both variants, and what the pairs of rounds say (`Verdict`); None without a round."""
-    if not rounds:
-        return None
-    plain, auto = zip(*rounds, strict=True)
-    requests, tokens = (sum(one[key] for one in plain) for key in ("requests", "tokens"))
-    length = tokens / max(sum(one["metrics"]["row_steps"] for one in auto), 1)
-    return {
-        "rounds": len(rounds),
-        "plain_tokens_per_s": tokens / sum(one["seconds"] for one in plain),
-        "auto_tokens_per_s": tokens / sum(one["seconds"] for one in auto),
-        **asdict(verdict([(one["tokens_per_s"], other["tokens_per_s"]) for one, other in rounds], length)),
-        "acceptance_length": length,
-        "identical": requests - sum(len(one["differences"]) for one in (*plain, *auto)),
-        "requests": requests,
-    }
 
 
 def training_figures(

@@ -16,9 +16,9 @@ from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
 from specactor_ray.core.child import run_in_child
-from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder, write_json
+from specactor_ray.core.machine import count_gpus
 from specactor_ray.core.progress import PhaseProgress, show_steps
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.plan.profile import KIND, SCHEMA

@@ -1,4 +1,4 @@
-"""Comparison of `specactor bench rollout`: the modes by turns on the same prompts, seeds and cores.
+"""Comparison of `specactor bench rollout` and `specactor demo`: variants by turns on the same prompts, seeds and cores.
 
 Every variant has its own actors on one Ray cluster. Where memory allows, those of a batch size all run, and decode in
 rounds, in an order that alternates: one of them at a time, so that all see the same minutes of the machine. A short
@@ -11,7 +11,7 @@ import copy
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,18 +27,17 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import available_bytes
 from specactor_ray.rollout.memory import plan_rollout_memory
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
-from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
+from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.trajectory import RolloutMetrics
-from specactor_ray.target.vllm_settings import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -53,9 +52,9 @@ Place = tuple[int, int]
 Outputs = Mapping[Place, "Trajectory"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
-    """Prompts and their sampling parameters."""
+    """Prompts and their sampling parameters. Equal by identity."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -94,19 +93,17 @@ def run_bench(
     workloads: Sequence[Workload],
     output: Path | None,
     console: Console,
-    peers: bool = False,
     rounds: int = 1,
     auto: Config | None = None,
 ) -> dict[str, Any]:
-    """Measure all variants (see `plan_variants`, also for `auto`) in rounds, and with `peers` vLLM itself, once, on all
-    workloads. Returns the report, which is written to `output` (default: `bench.json` in a new folder under `run.dir`),
-    never over another file; after an interruption it has what was measured. UserError: the configuration, the prompts
-    or the cluster are wrong."""
+    """Measure all variants (see `plan_variants`, also for `auto`) in rounds. Returns the report, which is written to
+    `output` (default: `bench.json` in a new folder under `run.dir`), never over another file; after an interruption it
+    has what was measured. UserError: the configuration, the prompts or the cluster are wrong."""
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     notes = list[str]()
-    variants = _checked_variants(config, modes, batches, peers, auto, notes)
+    variants = _checked_variants(config, modes, batches, auto, notes)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
@@ -117,7 +114,7 @@ def run_bench(
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
-    bench = Bench(workloads, console)
+    bench, turns = Bench(console), [workload for workload in workloads for _ in range(rounds)]
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
@@ -127,9 +124,7 @@ def run_bench(
                 cluster.num_cpus = max(sum(one.total_cores for one in group) for group in groups)
             with connect(cluster):
                 for number, group in enumerate(groups, start=1):
-                    bench.measure(group, rounds, f"[{number}/{len(groups)}]")
-            if peers:
-                bench.measure_peers(config, batches)
+                    bench.measure(group, turns, f"[{number}/{len(groups)}] batch {group[0].batch}, ")
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
@@ -148,18 +143,12 @@ def _checked_variants(
     config: Config,
     modes: Sequence[BenchMode],
     batches: Sequence[int],
-    peers: bool,
     auto: Config | None,
     notes: list[str],
 ) -> Sequence[Variant]:
     """The variants to measure, after all checks that are possible before Ray starts."""
     refuse_early(config)
     variants = plan_variants(config, modes, batches, auto, notes)
-    if peers:
-        require_vllm()
-        if config.target.tensor_parallel > 1:
-            problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."
-            raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
     check_target(config)  # imports transformers, which takes seconds
     return variants
 
@@ -175,32 +164,36 @@ def _fit_together(config: Config, groups: Sequence[Sequence[Variant]]) -> bool:
 class Bench:
     """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch."""
 
-    def __init__(self, workloads: Sequence[Workload], console: Console) -> None:
-        self._workloads, self._console = list(workloads), console
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self.measured: list[dict[str, Any]] = []
-        """Figures of every variant and workload so far."""
-        self._references: dict[tuple[str, int], Outputs] = {}
+        """Figures of every variant and round so far."""
+        self.outputs: dict[str, Outputs] = {}
+        """Outputs of the latest round of each variant, by its label."""
+        self._references: dict[tuple[Workload, int], Outputs] = {}
 
-    def measure(self, variants: Sequence[Variant], rounds: int, title: str) -> None:
-        """Start the actors of all variants, warm up, time each workload in rounds by turns, end the actors."""
+    def measure(self, variants: Sequence[Variant], rounds: Iterable[Workload], title: str) -> None:
+        """Start the actors of all variants, warm up, time the workload of every round by turns, end the actors. Rounds
+        are counted by the name of their workload. `title` begins each line of progress."""
         with signals_deferred():
             from specactor_ray.rollout.rollout import Rollout
 
         with ExitStack() as stack:
             running = list[tuple[Variant, Rollout, float]]()
             for variant in variants:
-                say(self._console, f"{title} batch {variant.batch}, {variant.label}: starting")
+                say(self._console, f"{title}{variant.label}: starting")
                 begin = time.monotonic()
                 rollout = stack.enter_context(Rollout(variant.config))
                 rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
                 running.append((variant, rollout, time.monotonic() - begin))
-            for workload in self._workloads:
-                for number in range(rounds):
-                    for variant, rollout, start_seconds in running if number % 2 == 0 else reversed(running):
-                        name = f"{title} batch {variant.batch}, {workload.name}, round {number + 1}: {variant.label}"
-                        self.measure_running(rollout, variant, workload, start_seconds, name)
+            done = Counter[str]()
+            for workload in rounds:
+                for variant, rollout, start_seconds in reversed(running) if done[workload.name] % 2 else running:
+                    name = f"{title}{workload.name}, round {done[workload.name] + 1}: {variant.label}"
+                    self._measure_running(rollout, variant, workload, start_seconds, name)
+                done[workload.name] += 1
 
-    def measure_running(
+    def _measure_running(
         self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
     ) -> None:
         """Time a workload on a rollout that has started, and compare its tokens."""
@@ -209,7 +202,8 @@ class Bench:
         begin = time.monotonic()
         outputs, failures = self._roll_out(rollout, workload, title)
         seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
-        reference = self._references.setdefault((workload.name, variant.batch), outputs)
+        reference = self._references.setdefault((workload, variant.batch), outputs)
+        self.outputs[variant.label] = outputs
         tokens = sum(len(output.token_ids) for output in outputs.values())
         self.measured.append(
             {
@@ -223,22 +217,9 @@ class Bench:
             }
         )
 
-    def measure_peers(self, config: Config, batches: Sequence[int]) -> None:
-        """Measure vLLM alone on the same workloads."""
-        from specactor_ray.bench.peers import measure_peers
-        from specactor_ray.models.loading import load_tokenizer
-
-        tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
-        encoded = []
-        for workload in self._workloads:
-            prompts = [encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts]
-            prompts *= workload.n or config.data.n
-            encoded.append((workload.name, tuple(prompts), (workload.sampling,) * len(prompts)))
-        self.measured += measure_peers(config, batches, encoded, self._console)
-
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
-        order = [workload.name for workload in self._workloads]
+        order = list(dict.fromkeys(one["workload"] for one in self.measured))
         return with_ratios(sorted(merged(self.measured), key=lambda m: (m["batch"], order.index(m["workload"]))))
 
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[Outputs, Counter[str]]:
@@ -314,7 +295,7 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         together = {
             **figures_of(requests, tokens, seconds, metrics),
             "rounds": [one["tokens_per_s"] for one in group],
-            "differences": None if None in differences else [*itertools.chain(*differences)],
+            "differences": [*itertools.chain(*differences)],
         }
         results.append({**group[-1], **together})
     return results
@@ -322,40 +303,38 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
-    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the plain
-    variant of this package, and its `interval`."""
+    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the baseline,
+    its `outcome` and its `interval`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["batch"], result["workload"]), []).append(result)
     found = []
     for (batch, workload), group in groups.items():
         plain = [one for one in group if one["mode"] == ModeName.plain.value]
-        base, own = (
-            max(some, key=lambda one: one["tokens_per_s"])
-            for some in (plain, [one for one in plain if not one.get("peer")])
-        )
+        base = max(plain, key=lambda one: one["tokens_per_s"])
         for result in group:
             added = {
-                "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
+                "identical": result["requests"] - len(result["differences"]),
                 "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
                 "interval": None,
                 "verdict": "",
+                "outcome": "",
                 "baseline": result is base,
                 "last_of_group": result is group[-1],
             }
-            pairs = [pair for pair in zip(own["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
-            if pairs and not result.get("peer") and result["mode"] != ModeName.plain.value:
+            pairs = [pair for pair in zip(base["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
+            if pairs and result["mode"] != ModeName.plain.value:
                 subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
                 said = verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
                 interval = None if said.low is None or said.high is None else [round(said.low, 4), round(said.high, 4)]
-                added |= {"interval": interval, "verdict": said.sentence}
-                added |= {"ratio": round(said.ratio, 4)} if own is base else {}
+                added |= {"interval": interval, "verdict": said.sentence, "outcome": said.outcome}
+                added["ratio"] = round(said.ratio, 4)
             found.append({**result, **added})
     return found
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:
-    """Whether every variant gave the tokens of plain decoding, in every request. Peers are not compared."""
+    """Whether every variant gave the tokens of plain decoding, in every request."""
     return not any(result["differences"] for result in report["results"])
 
 

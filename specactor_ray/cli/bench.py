@@ -17,7 +17,7 @@ from specactor_ray.cli.options import (
     planned_side_by_side,
     split_items,
 )
-from specactor_ray.cli.report import difference_lines, reason_lines, speed_table, time_table
+from specactor_ray.cli.report import difference_lines, draft_table, reason_lines, speed_table, time_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 
@@ -58,9 +58,6 @@ def bench_rollout(
     output: Annotated[
         Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
     ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, draft model, eagle3")
-    ] = False,
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores, and conclude whether drafts pay; exit code 1 if any token
     differs from plain decoding."""
@@ -74,7 +71,7 @@ def bench_rollout(
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
     workloads = plan_workloads(settings, prompts or (), heats)
     auto = auto_of(written) if BenchMode.auto in chosen else None
-    report = run_bench(settings, chosen, batches, workloads, output, progress, peers, rounds, auto)
+    report = run_bench(settings, chosen, batches, workloads, output, progress, rounds, auto)
     _show(report)
     finish(report["status"], all_identical(report))
 
@@ -84,8 +81,8 @@ def _show(report: Mapping[str, Any]) -> None:
     if not results:
         say(console, "interrupted before the first variant was measured; no report was written")
         return
-    console.print(speed_table(results))
-    console.print(time_table(results))
+    for table in filter(None, (speed_table(results), draft_table(results), time_table(results))):
+        console.print(table)
     if report["status"] == "interrupted":
         say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:

@@ -44,20 +44,20 @@ def demo(
     require_folder(output or Path("runs"), "--output")
     progress = progress_console("WARNING")
     from specactor_ray.bench.demo import Demo, run_demo
+    from specactor_ray.bench.rollout_modes import all_identical
     from specactor_ray.cluster.names import new_run_name
 
     folder = output or Path("runs") / f"demo-{new_run_name()}"
     report = run_demo(Demo(model, minutes, folder.absolute(), progress, not skip_training))
     console = make_console()
-    if report["speed"] is None:
+    if not report["results"]:
         say(console, "nothing was measured")
         finish("interrupted")
     show(console, report)
     say(console, "Edits and tables repeat their prompts, which is where drafts pay; measure your own prompts next:")
     for command in _next_commands(model, folder, trained=report["training"] is not None):
         say(console, f"  {command}")
-    identical = report["speed"]["identical"] == report["speed"]["requests"]
-    finish(report["status"], report["status"] == "complete" and identical)
+    finish(report["status"], report["status"] == "complete" and all_identical(report))
 
 
 def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
@@ -89,13 +89,13 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    speed, training = report["speed"], report["training"]
-    yield "plain", f"{speed['plain_tokens_per_s']:.1f} tokens/s"
-    yield "auto", f"{speed['auto_tokens_per_s']:.1f} tokens/s"
-    interval = "" if speed["low"] is None else f" (95%: {speed['low']:.2f} to {speed['high']:.2f})"
-    yield "auto / plain", f"{speed['ratio']:.2f}{interval} in {speed['rounds']} rounds"
-    yield "acceptance length", f"{speed['acceptance_length']:.2f}"
-    yield "identical outputs", f"{speed['identical']} of {speed['requests']}"
+    (plain, auto), training = report["results"], report["training"]
+    yield "plain", f"{plain['tokens_per_s']:.1f} tokens/s"
+    yield "auto", f"{auto['tokens_per_s']:.1f} tokens/s"
+    interval = "" if auto["interval"] is None else " (95%: {:.2f} to {:.2f})".format(*auto["interval"])
+    yield "auto / plain", f"{auto['ratio']:.2f}{interval} in {len(auto['rounds'])} rounds"
+    yield "acceptance length", f"{auto['metrics']['acceptance_length']:.2f}"
+    yield "identical outputs", f"{auto['requests'] - _differing(report)} of {auto['requests']}"
     if training is None:
         return
     rewards, lengths, held_out = training["rewards"], training["acceptance_lengths"], training["held_out"]
@@ -127,11 +127,15 @@ def _answers(report: Mapping[str, Any], colours: bool) -> Iterator[Text]:
 
 def conclusion(report: Mapping[str, Any]) -> str:
     """The conclusion from the figures, in words."""
-    speed = report["speed"]
-    if speed["identical"] < speed["requests"]:
-        return f"{speed['requests'] - speed['identical']} outputs differ from those of plain decoding: report this"
+    auto = report["results"][1]
+    if differing := _differing(report):
+        return f"{differing} outputs differ from those of plain decoding: report this"
     same = "token for token the same"
-    if speed["outcome"] != "noisy":
-        return f"{speed['sentence']}, {same}"
-    where = f"{speed['rounds']} rounds, load average {report['load']:.1f}"
-    return f"{speed['sentence']} ({where}): scripts/demo --minutes 6 --skip-training; {same}"
+    if auto["outcome"] != "noisy":
+        return f"{auto['verdict']}, {same}"
+    where = f"{len(auto['rounds'])} rounds, load average {report['load']:.1f}"
+    return f"{auto['verdict']} ({where}): scripts/demo --minutes 6 --skip-training; {same}"
+
+
+def _differing(report: Mapping[str, Any]) -> int:
+    return sum(len(one["differences"]) for one in report["results"])

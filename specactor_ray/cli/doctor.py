@@ -16,7 +16,9 @@ from typing import Annotated, NamedTuple
 import typer
 
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.environment import (
+from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
+from specactor_ray.core.files import make_folder
+from specactor_ray.core.machine import (
     fitting_dtype,
     gpu_memories,
     hardware,
@@ -24,8 +26,6 @@ from specactor_ray.core.environment import (
     memory_limit,
     versions,
 )
-from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
-from specactor_ray.core.files import make_folder
 from specactor_ray.core.upstream import TRL, VERL, VLLM, Upstream
 
 _GIB = 2**30

@@ -1,9 +1,8 @@
-"""`specactor drafter`: training and measuring drafters. Modules that import torch are imported inside the commands."""
+"""`specactor drafter train`. Modules that import torch are imported inside the command."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,43 +17,39 @@ from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
 from specactor_ray.core.signals import signals_deferred
 
-drafter = typer.Typer(help="Train drafters offline, and measure them.", no_args_is_help=True)
+drafter = typer.Typer(help="Train drafters offline.", no_args_is_help=True)
 
-Target = Annotated[str, typer.Option(help="A local directory, a Hugging Face id or a built-in name.")]
-Data = Annotated[
-    Path, typer.Option(help="Prompts: .jsonl with `prompt`, `messages` or `prompt_token_ids`, or a text file.")
-]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Trust = Annotated[bool, typer.Option(help="Run model code that a checkpoint brings along.")]
-Corpus = Annotated[
-    Path | None, typer.Option(help="Folder of recorded rollouts, made on first use.", show_default=False)
-]
-LogLevel = Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
-ROLLOUT_SETTINGS = ("temperature", "max_tokens", "seed", "chat", "max_batch", "kv_cache_gb")
-EVAL_SETTINGS = (*ROLLOUT_SETTINGS, "window")
-TRAIN_SETTINGS = (
+SETTINGS = (
     *("tokens", "epochs", "draft_vocab", "depths", "learning_rate", "batch_tokens", "dtype", "samples"),
-    *EVAL_SETTINGS,
+    *("temperature", "max_tokens", "seed", "chat", "max_batch", "kv_cache_gb", "window"),
 )
 
 
-def _settings(names: Sequence[str]) -> Any:
-    return typer.Argument(metavar="KEY=VALUE", help=f"Settings: {', '.join(names)}.", show_default=False)
+@drafter.callback()
+def _group() -> None:
+    """Keeps `train` a command of the group `drafter`."""
 
 
 @drafter.command()
 def train(
-    target: Target,
-    data: Data,
+    target: Annotated[str, typer.Option(help="A local directory, a Hugging Face id or a built-in name.")],
+    data: Annotated[
+        Path, typer.Option(help="Prompts: .jsonl with `prompt`, `messages` or `prompt_token_ids`, or a text file.")
+    ],
     output: Annotated[Path, typer.Option(help="The drafter's folder; the same command again goes on in it.")],
     heldout: Annotated[
         Path | None, typer.Option(help="Prompts to measure on. Default: a tenth of --data.", show_default=False)
     ] = None,
-    corpus: Corpus = None,
-    device: Device = "cpu",
-    trust_remote_code: Trust = False,
-    log_level: LogLevel = "WARNING",
-    settings: Annotated[list[str] | None, _settings(TRAIN_SETTINGS)] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of recorded rollouts, made on first use.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run model code that a checkpoint brings along.")] = False,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help=f"Settings: {', '.join(SETTINGS)}.", show_default=False),
+    ] = None,
 ) -> None:
     """Record the target's rollouts of the prompts in --data, train an EAGLE head on them, and measure it.
 
@@ -65,7 +60,7 @@ def train(
             f"--output: {output} would be in the job's copy of the folder, which Ray removes. Fix: an absolute path "
             "on a disk that stays"
         )
-    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings, TRAIN_SETTINGS)
+    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings)
     with signals_deferred():
         from specactor_ray.cli.train_drafter import train_drafter
 
@@ -74,45 +69,14 @@ def train(
     say(make_console(), f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
 
 
-@drafter.command("eval")
-def evaluate(
-    target: Target,
-    data: Data,
-    folder: Annotated[
-        Path | None, typer.Option("--drafter", help="Folder of a drafter or of a draft model.", show_default=False)
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="A lookup, or module:Class.", show_default=False)] = None,
-    corpus: Corpus = None,
-    device: Device = "cpu",
-    trust_remote_code: Trust = False,
-    log_level: LogLevel = "WARNING",
-    settings: Annotated[list[str] | None, _settings(EVAL_SETTINGS)] = None,
-) -> None:
-    """Measure a drafter on the target's rollouts of the prompts in --data, at the temperature and at 0."""
-    if (folder is None) == (method is None):
-        raise InputError("name either --drafter FOLDER or --method, such as --method ngram")
-    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings, EVAL_SETTINGS)
-    recipe.samples = 1
-    with signals_deferred():
-        from specactor_ray.cli.train_drafter import eval_drafter
-        from specactor_ray.distill.evaluation import drafter_of, method_alone
-
-    config = drafter_of(folder) if folder is not None else method_alone(str(method))
-    config.trust_remote_code = trust_remote_code
-    with tempfile.TemporaryDirectory() as temporary:
-        rows = eval_drafter(recipe, config, data, corpus or Path(temporary) / "corpus", console)
-    make_console().print(acceptance_table(f"{folder or method}: acceptance on {data}", rows))
-
-
 def _prepare(
     log_level: str,
     target: str,
     device: str,
     trust_remote_code: bool,
     settings: Sequence[str] | None,
-    allowed: Sequence[str],
 ) -> tuple[Console, Any]:
-    """The console for progress, and the `DrafterRecipe` of the options and of settings that are `allowed`."""
+    """The console for progress, and the `DrafterRecipe` of the options and of the settings."""
     if log_level not in LOG_LEVELS:
         raise InputError(f"--log-level: {log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
     from specactor_ray.config.fields import reject_values_not_allowed
@@ -120,9 +84,9 @@ def _prepare(
     from specactor_ray.distill.card import DrafterRecipe
 
     for name in (item.partition("=")[0].strip() for item in settings or ()):
-        if name not in allowed:
-            problem = f"is no setting of this command.{did_you_mean(name, allowed)}"
-            raise ConfigError(name, problem, f"write KEY=VALUE with one of {', '.join(allowed)}.")
+        if name not in SETTINGS:
+            problem = f"is no setting of this command.{did_you_mean(name, SETTINGS)}"
+            raise ConfigError(name, problem, f"write KEY=VALUE with one of {', '.join(SETTINGS)}.")
     options = {"target": target, "device": device, "trust_remote_code": trust_remote_code}
     recipe = load_as(DrafterRecipe, options, settings or ())
     reject_values_not_allowed(recipe, "")

@@ -35,8 +35,8 @@ from specactor_ray.cli.report import (
 )
 from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
-from specactor_ray.core.environment import versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import ignore_signals, signals_deferred
 
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}

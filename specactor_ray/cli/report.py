@@ -85,9 +85,9 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Speed and acceptance of each measured variant, and whether its tokens are those of plain decoding."""
-    figures = ("tokens/s", "ratio", "95% interval", "estimated", "acc. rate", "acc. length", "identical")
-    table = _bench_table("speed and acceptance", figures)
+    """Speed of each measured variant, and whether its tokens are those of plain decoding."""
+    figures = ("tokens/s", "ratio", "95% interval", "estimated", "acc. length", "identical")
+    table = _bench_table("speed", figures)
     for result in results:
         metrics = result["metrics"]
         table.add_row(
@@ -96,24 +96,37 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             f"{result['ratio']:.2f}" + ("*" if result["baseline"] else ""),
             "-" if result["interval"] is None else "{:.2f} to {:.2f}".format(*result["interval"]),
             f"{metrics['speedup']:.2f}" if result["verdict"] else "-",
-            _share(metrics["acceptance_rate"], metrics["drafted_tokens"]),
             f"{metrics['acceptance_length']:.2f}",
-            "-" if result.get("peer") else f"{result['identical']}/{result['requests']}",
+            f"{result['identical']}/{result['requests']}",
             end_section=result["last_of_group"],
         )
     table.caption = (
         "* baseline: the fastest plain variant of that batch and workload. estimated: the ratio that a rollout\n"
-        "prints, from its steps alone. variant: verifiers x cores of each, + cores of draft actors. fon: all methods."
+        "prints, from its steps alone. acc. length: tokens per request and step.\n"
+        "variant: verifiers x cores of each, + cores of draft actors. fon: all methods."
     )
     return table
+
+
+def draft_table(results: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Acceptance of the drafts of each measured variant; None without a draft."""
+    drafting = [result for result in results if result["metrics"]["drafted_tokens"]]
+    table = _bench_table("drafts", ("supply", "acc. rate", "right by position"))
+    table.caption = (
+        "supply: usable draft tokens per request and step. acc. rate: verified ones\n"
+        "that were right. right by position: of the 1st, 2nd, ... of a draft."
+    )
+    for result in drafting:
+        metrics = result["metrics"]
+        rate = f"{metrics['acceptance_rate']:.1%}"
+        table.add_row(*_variant_cells(result), f"{metrics['supply']:.2f}", rate, _by_position(metrics))
+    return table if drafting else None
 
 
 def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Parts of the time of a step, in milliseconds."""
     table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
     for result in results:
-        if result.get("peer"):
-            continue  # its steps cannot be timed here
         split = result["ms_per_step"]
         table.add_row(
             *_variant_cells(result),
@@ -129,7 +142,7 @@ def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
         for result in results
-        for difference in result["differences"] or ()
+        for difference in result["differences"]
     ]
     if len(lines) > _MOST_DIFFERENCES:
         lines[_MOST_DIFFERENCES:] = [f"  and {len(lines) - _MOST_DIFFERENCES} more; all of them are in the JSON file"]

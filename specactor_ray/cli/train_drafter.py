@@ -1,4 +1,4 @@
-"""`specactor drafter train` and `specactor drafter eval`, from options to files: collect, train, save, measure."""
+"""`specactor drafter train`, from options to files: collect, train, save, measure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.distill.card import CARD_FILE, DrafterRecipe, read_card
-from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, Prompts, TokenIds, claim_folder, split_prompts
+from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, TokenIds, claim_folder, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
-from specactor_ray.distill.evaluation import check_vocabulary, head_config, measure
+from specactor_ray.distill.evaluation import measure
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLoop, head_for
 from specactor_ray.draft.eagle.checkpoint import save_head
 from specactor_ray.models.identity import model_identity
@@ -81,30 +81,6 @@ def train_drafter(
             lease.release()
 
 
-def eval_drafter(
-    recipe: DrafterRecipe,
-    drafter: DrafterConfig,
-    data: Path,
-    corpus_folder: Path,
-    console: Console,
-) -> list[dict[str, Any]]:
-    """Measure a drafter on the target's rollouts of the prompts, or on those in `corpus_folder`: returns the rows of
-    its acceptance. Raises UserError."""
-    target = _checked_target(recipe)
-    head = head_config(drafter, recipe.target)
-    if drafter.model is not None and head is None:
-        check_vocabulary(drafter, recipe.target, target.vocab_size)
-    layers = () if head is None else head.exported_layers
-    longest = _longest_prompt(recipe, target)
-    usable = tuple(p for p in dict.fromkeys(_encoded(data, recipe, target)) if len(p) <= longest)
-    if not usable:
-        raise InputError(f"--data: each prompt of {data} is longer than {longest} tokens. Fix: a lower max_tokens")
-    with sigterm_interrupts():
-        corpus = Corpus(recipe, Prompts((), usable), layers, corpus_folder, console)
-        corpus.collect(None)
-        return measure(drafter, corpus, console)
-
-
 def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoop:
     recipe, records = corpus.recipe, corpus.records[TRAIN]
     head = head_for(model, recipe, records)
@@ -127,7 +103,7 @@ def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> 
     save_head(head, output)
     load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code).save_pretrained(output)
     drafter = DrafterConfig(method=METHOD, model=str(output), trust_remote_code=recipe.trust_remote_code)
-    rows = measure(drafter, corpus, console)
+    rows = measure(drafter, head.config.feature_size, corpus, console)
     training = {
         "recipe": asdict(recipe),
         "draft_vocab": head.config.draft_vocab_size,

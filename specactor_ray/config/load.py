@@ -341,18 +341,7 @@ _TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": Fal
 """Forms of a truth value; 0 and 1 equal false and true."""
 
 
-_GONE = {
-    "plan": "mode=auto searches if `profile` is set; another mode keeps the layout as written.",
-    "plan_force": "measure a profile on this machine: specactor profile.",
-    "drafters.N.follow_policy": "leave it out; drafters.N.online teaches an EAGLE head.",
-    "drafters.N.shared_noise": "leave it out; models sample with the target's noise.",
-}
-"""Former key → the fix."""
-
-
 def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
-    if (fix := _GONE.get(re.sub(r"\.\d+\.", ".N.", prefix + name))) is not None:
-        return ConfigError(prefix + name, "this key is gone.", fix)
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
     if not elsewhere and schema is Config and (key := KEY_OF.get(name)) is not None:

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specactor_ray.core.environment import fall_back, installed_version
 from specactor_ray.core.errors import first_of
+from specactor_ray.core.machine import fall_back, installed_version
 
 _ROOT = Path(__file__).parents[1]
 

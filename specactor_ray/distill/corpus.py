@@ -270,16 +270,12 @@ class Corpus:
         facts = {**recipe.rollout_facts(), "target": target, "prompts": prompts.digest()}
         claim_folder(folder, folder / "corpus.json", {**facts, "hidden_layers": list(layers)}, "corpus")
         self.recipe, self._prompts, self._layers, self._console = recipe, prompts, layers, console
-        present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
-        self._stores = {
-            part: RecordStore(requests_of(part, prompts, recipe), folder, part)
-            for part, is_there in present.items()
-            if is_there
-        }
+        parts = (TRAIN, HELD_OUT, GREEDY) if recipe.temperature > 0.0 else (TRAIN, HELD_OUT)
+        self._stores = {part: RecordStore(requests_of(part, prompts, recipe), folder, part) for part in parts}
         self.records: dict[str, list[CorpusRecord]] = {}
         """Part → records, in the order of their requests."""
 
-    def collect(self, tokens: int | None) -> None:
+    def collect(self, tokens: int) -> None:
         """Record missing rollouts; the target is loaded only if there are any. `tokens` limits the training part."""
         engine: Any = None
         for part, store in self._stores.items():

@@ -1,4 +1,4 @@
-"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer, and the table of the figures.
+"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer.
 
 The replay is coupled speculation without the target: the proposer drafts its whole window from the last commit, the
 part that agrees with the recorded output and one token of the target's own are committed, and so on. With keyed
@@ -11,26 +11,17 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from specactor_ray.config.methods import drafter_spec, reads_head, traits
-from specactor_ray.config.rules import validate_drafter
+from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import DrafterConfig
-from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.ragged import common_prefix
-from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
 from specactor_ray.draft.proposer import Proposer, build_proposer, packed
-from specactor_ray.models.checkpoint_files import describes_head
-from specactor_ray.models.loading import load_model_config
-
-if TYPE_CHECKING:
-    from specactor_ray.draft.eagle.head import EagleHeadConfig
 
 _REPLAY_BATCH = 16
 
@@ -182,57 +173,9 @@ def replay(
     return counts
 
 
-# ---- a drafter's table ----
-
-
-def drafter_of(folder: Path) -> DrafterConfig:
-    """The drafter in a folder, of the method in its `drafter.json`; without one an EAGLE head or a `draft_model`, by
-    its `config.json`. Raises InputError, and ModelLoadError if its `config.json` cannot be read."""
-    if not folder.is_dir():
-        raise InputError(f"--drafter: there is no folder {folder}. Fix: name the folder that `drafter train` wrote")
-    card = read_card(folder)
-    if card is not None:
-        return DrafterConfig(method=card["method"], model=str(folder))
-    return DrafterConfig(method="eagle" if describes_head(folder) else "draft_model", model=str(folder))
-
-
-def method_alone(method: str) -> DrafterConfig:
-    """A method without a trained model. Raises InputError if it is unknown, or needs one."""
-    config = DrafterConfig(method=method)
-    try:
-        validate_drafter(config, "--method")
-    except ConfigError as error:
-        raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
-    traits(method, "--method")  # a user's class is imported, or refused
-    return config
-
-
-def check_vocabulary(drafter: DrafterConfig, target: str, vocab_size: int) -> None:
-    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is not a model."""
-    assert drafter.model is not None
-    config = load_model_config(drafter.model, trust_remote_code=drafter.trust_remote_code).get_text_config()
-    if config.vocab_size != vocab_size:
-        raise InputError(
-            f"{drafter.model} has a vocabulary of {config.vocab_size} tokens, the target {target} one of {vocab_size}. "
-            "Fix: use a drafter that was made for this target"
-        )
-
-
-def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
-    """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
-    Raises ModelLoadError if there is no head, or it was made for another target."""
-    if not reads_head(drafter.method) or drafter.model is None:
-        return None
-    from specactor_ray.draft.eagle.checkpoint import read_head_config
-
-    return read_head_config(drafter.model, target, trust_remote_code=drafter.trust_remote_code)
-
-
-def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
-    """Replay every held-out part, whose recorded states begin with those that the drafter reads."""
-    recipe, window = corpus.recipe, corpus.recipe.window
-    rows, head = [], head_config(drafter, recipe.target)
-    width = None if head is None else head.feature_size
+def measure(drafter: DrafterConfig, width: int, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
+    """Replay every held-out part; the head reads the first `width` values of each recorded state."""
+    rows, recipe, window = [], corpus.recipe, corpus.recipe.window
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature

@@ -22,8 +22,8 @@ from specactor_ray.draft.proposer import STEP_TOKENS
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.captured import CudaCapturer, capturer_for
+from specactor_ray.models.layers import sleep, wake
 from specactor_ray.models.loading import load_model
-from specactor_ray.models.paged_cache import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import warm_up

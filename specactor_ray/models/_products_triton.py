@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.machine import fall_back
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,11 @@ that multiplies or adds in another way is refused by the name of the operation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import NotImplementedType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,14 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.identity import uncovered
 
-if TYPE_CHECKING:
-    from specactor_ray.models.ragged_model import RaggedModel
-
 KEY = "target.batch_invariant"
 FIX = "set target.batch_invariant=false."
 _LEAST_CAPABILITY = (8, 0)
-_COMPANY = 300
-"""Tokens of the other row in the proof at load: several tiles of rows, of either size."""
 _FEW = 16
 """Most terms of sums that are computed term by term: those over the experts of a token."""
 _MOVED = {
@@ -87,49 +81,7 @@ def require_device(device: torch.device | None = None) -> None:
         raise ConfigError(KEY, f"the kernels need triton ({error}).", f"pip install triton, or {FIX}") from error
 
 
-def prove(model: RaggedModel, tokens: np.ndarray) -> None:
-    """ConfigError: a sequence does not give the same bits read at once, and in part beside another row and token by
-    token, or it calls operators with bits that may depend on the batch."""
-    name, cache, single = type(model.model).__name__, model.cache, min(3, len(tokens) - 1)
-    parts = [len(tokens) - single, *[1] * single]
-    with _Others() as watch:
-        found = [read_in_parts(model, tokens, [len(tokens)], 0), read_in_parts(model, tokens, parts, cache.slots // 4)]
-    if watch.seen and isinstance(model._kernels, Invariant):
-        problem = f"{name} calls {', '.join(sorted(watch.seen))}, whose results may depend on the number of rows."
-        raise ConfigError(KEY, problem, f"use another model, or {FIX}")
-    if not torch.equal(*found):
-        different = int((found[0] != found[1]).any(dim=1).sum())
-        problem = f"{different} of {len(tokens)} positions of {name} have other bits beside another row than alone."
-        raise ConfigError(KEY, problem, FIX)
-
-
-def read_in_parts(
-    model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int, rejected: np.ndarray | tuple[()] = ()
-) -> Tensor:
-    """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of `beside` tokens or fewer, and
-    followed by `rejected` tokens, which are dropped (but not after the last)."""
-    beside, found, begin = min(beside, _COMPANY, model.max_positions), list[Tensor](), 0
-    row = model.cache.open(len(tokens))
-    assert row is not None  # it takes half of the cache
-    for count in parts:
-        rows, counts, given = [row], [count], [tokens[begin : begin + count]]
-        if beside and (other := model.cache.open(beside)) is not None:
-            rows, counts, given = [other, row], [beside, count], [np.resize(tokens[::-1], beside), *given]
-        wanted = np.array([0, count][-len(rows) :])
-        logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted)
-        found.append(logits.clone())
-        if len(rejected) and begin + count < len(tokens):
-            ones = np.array([row])
-            model.forward(ones, np.array([len(rejected)]), np.asarray(rejected), np.array([1]))
-            model.cache.truncate(ones, begin + count)
-        for opened in rows[:-1]:
-            model.cache.free(opened)
-        begin, beside = begin + count, beside // 3
-    model.cache.free(row)
-    return torch.cat(found)
-
-
-class _Others(TorchDispatchMode):
+class OtherOperators(TorchDispatchMode):
     """Names of the operators with results of floating point that may round several numbers to one."""
 
     def __init__(self) -> None:

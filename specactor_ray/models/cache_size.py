@@ -9,9 +9,10 @@ import functools
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.core.environment import memory_limit
+from specactor_ray.core.machine import memory_limit
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
+from specactor_ray.models.step_sizes import sizes
 
 GIB = 2**30
 BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
@@ -135,8 +136,6 @@ def beside_the_cache(target: TargetConfig) -> float:
 def captured_bytes(text: Any, itemsize: int, rows: int, tokens: int, logits: int) -> float:
     """Bytes of the captured steps of a model on a GPU (`models/captured.py`) with up to `rows` rows and `tokens`
     tokens: the kernels of each, and activations and up to `logits` logits of the largest, in memory of all."""
-    from specactor_ray.models.captured import sizes
-
     steps = sizes(rows, max(rows, tokens))
     kernels = len(steps) * int(text.num_hidden_layers) * _KERNELS * _KERNEL_BYTES
     positions = max(tokens for _, tokens in steps)

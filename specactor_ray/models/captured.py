@@ -17,18 +17,16 @@ import numpy as np
 import torch
 
 from specactor_ray.core.device import parts, staging
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.machine import fall_back
 from specactor_ray.models.cpu_attention import PageRows
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
+from specactor_ray.models.step_sizes import longest_tail, sizes
 from specactor_ray.sampling.rules import Rules
 
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
-_ROWS = (1, 4, 16, 32, 64, 128, 256)
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-"""Sizes of steps. Padding to 128 tokens costs little: all weights are read. Launches of larger steps cost little."""
 
 
 class CudaCapturer:
@@ -71,17 +69,6 @@ class CudaCapturer:
 def capturer_for(device: torch.device) -> CudaCapturer | None:
     """CUDA graphs on GPUs; on CPUs nothing is captured."""
     return CudaCapturer(device) if device.type == "cuda" else None
-
-
-def longest_tail(rows: int) -> int:
-    """Most draft tokens of a row in steps of `rows` rows."""
-    return max(16, 128 // rows)
-
-
-def sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
-    """(R, N) of the steps for up to `rows` rows with up to `tokens` tokens, the smallest first."""
-    most = {r: min(r * (1 + longest_tail(r)), tokens, _TOKENS[-1]) for r in (*(r for r in _ROWS if r < rows), rows)}
-    return [(r, n) for r, end in most.items() for n in sorted({r, end, *(n for n in _TOKENS if r < n < end)})]
 
 
 class StaticBatch(RaggedBatch):

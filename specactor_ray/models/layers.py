@@ -20,6 +20,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.models import cpu_layers
 from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.packed_linear import PackedLinear
+from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.sources import ATTENTIONS, GATED_MLPS, LAYERS, NORMS, source_of
 
@@ -66,6 +67,21 @@ def join_weights(model: nn.Module) -> None:
         if isinstance(form := vars(module).get("forward"), (_GatedMlp, _Attention)):
             form.inputs.join()
     torch.cuda.empty_cache()  # no larger tensor fits where the parts were
+
+
+def sleep(model: torch.nn.Module, cache: PagedCache) -> None:
+    """Free the memory of a model's cache, and on a GPU that of its weights; every row must be free."""
+    cache.release()
+    if cache.device.type != "cpu":
+        model.to("cpu")
+        torch.cuda.empty_cache()
+
+
+def wake(model: torch.nn.Module, cache: PagedCache) -> None:
+    """Allocate the memory again after `sleep`."""
+    model.to(cache.device)
+    join_weights(model)
+    cache.allocate()
 
 
 def add(x: torch.Tensor, y: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:

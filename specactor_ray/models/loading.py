@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError, first_of
+from specactor_ray.core.machine import fitting_dtype
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
 from specactor_ray.models.checkpoint_files import read_config, require_tokenizer, weight_files

@@ -202,20 +202,3 @@ class PagedCache:
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
-
-
-def sleep(model: torch.nn.Module, cache: PagedCache) -> None:
-    """Free the memory of a model's cache, and on a GPU that of its weights; every row must be free."""
-    cache.release()
-    if cache.device.type != "cpu":
-        model.to("cpu")
-        torch.cuda.empty_cache()
-
-
-def wake(model: torch.nn.Module, cache: PagedCache) -> None:
-    """Allocate the memory again after `sleep`."""
-    from specactor_ray.models.layers import join_weights
-
-    model.to(cache.device)
-    join_weights(model)
-    cache.allocate()

@@ -17,7 +17,7 @@ from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import Probe
-from specactor_ray.models.batch_invariance import invariant, prove, read_in_parts
+from specactor_ray.models.batch_invariance import FIX, KEY, Invariant, OtherOperators, invariant
 from specactor_ray.models.layers import fuse
 from specactor_ray.models.loading import tied, wrong_value_errors
 from specactor_ray.models.packed_linear import (
@@ -41,6 +41,8 @@ _REFUSED = {
     "youtu": "sets the embedding of its pad token to zero at every load, whatever the weight files hold",
 }
 """Type of a model → what it does that the comparison at load does not reach."""
+_COMPANY = 300
+"""Tokens of the other row in the proof at load: several tiles of rows, of either size."""
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
 
@@ -111,7 +113,7 @@ class RaggedModel:
         fuse(self.model, self._warm_up)
         self._check(probe)
         if self._invariant:
-            prove(self, probe.token_ids[: self.cache.slots // 2])
+            self._prove_invariance(probe.token_ids[: self.cache.slots // 2])
 
     @torch.inference_mode()
     def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> torch.Tensor:
@@ -245,12 +247,54 @@ class RaggedModel:
                 "target.backend=vllm"
             )
 
+    def _prove_invariance(self, tokens: np.ndarray) -> None:
+        """ConfigError: a sequence does not give the same bits read at once, and in part beside another row and token by
+        token, or it calls operators with bits that may depend on the batch."""
+        name, single = type(self.model).__name__, min(3, len(tokens) - 1)
+        parts = [len(tokens) - single, *[1] * single]
+        with OtherOperators() as watch:
+            found = [read_in_parts(self, tokens, [len(tokens)], 0)]
+            found.append(read_in_parts(self, tokens, parts, self.cache.slots // 4))
+        if watch.seen and isinstance(self._kernels, Invariant):
+            problem = f"{name} calls {', '.join(sorted(watch.seen))}, whose results may depend on the number of rows."
+            raise ConfigError(KEY, problem, f"use another model, or {FIX}")
+        if not torch.equal(*found):
+            different = int((found[0] != found[1]).any(dim=1).sum())
+            problem = f"{different} of {len(tokens)} positions of {name} have other bits beside another row than alone."
+            raise ConfigError(KEY, problem, FIX)
+
     def _warm_up(self) -> None:
         """One forward of a few tokens."""
         row = self.cache.open(6)
         assert row is not None  # they fit into a page
         self.forward(np.array([row]), np.array([6]), np.arange(6) % self.vocab_size, np.ones(1, np.int64))
         self.cache.free(row)
+
+
+def read_in_parts(
+    model: RaggedModel, tokens: np.ndarray, parts: Sequence[int], beside: int, rejected: np.ndarray | tuple[()] = ()
+) -> torch.Tensor:
+    """Logits `(n, V)` of a sequence that is read in parts, each beside a new row of `beside` tokens or fewer, and
+    followed by `rejected` tokens, which are dropped (but not after the last)."""
+    beside, found, begin = min(beside, _COMPANY, model.max_positions), list[torch.Tensor](), 0
+    row = model.cache.open(len(tokens))
+    assert row is not None  # it takes half of the cache
+    for count in parts:
+        rows, counts, given = [row], [count], [tokens[begin : begin + count]]
+        if beside and (other := model.cache.open(beside)) is not None:
+            rows, counts, given = [other, row], [beside, count], [np.resize(tokens[::-1], beside), *given]
+        wanted = np.array([0, count][-len(rows) :])
+        logits = model.forward(np.array(rows), np.array(counts), np.concatenate(given), wanted)
+        found.append(logits.clone())
+        if len(rejected) and begin + count < len(tokens):
+            ones = np.array([row])
+            model.forward(ones, np.array([len(rejected)]), np.asarray(rejected), np.array([1]))
+            model.cache.truncate(ones, begin + count)
+        for opened in rows[:-1]:
+            model.cache.free(opened)
+        begin, beside = begin + count, beside // 3
+    model.cache.free(row)
+    return torch.cat(found)
 
 
 def _keep_output(kept: dict[int, torch.Tensor], index: int, module: Any, args: Any, output: Any) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs, inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.environment import gpu_memories
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.machine import gpu_memories
 from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.cache_size import (
     GIB,

@@ -13,8 +13,8 @@ from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.machine import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.plan.profile import Profile, load_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan
 

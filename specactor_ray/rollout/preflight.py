@@ -17,9 +17,9 @@ from typing import Any
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, is_hosted, reads_head
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.environment import count_gpus, fitting_dtype
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
+from specactor_ray.core.machine import count_gpus, fitting_dtype
 from specactor_ray.models.cache_size import (
     BLOCK_TOKENS,
     GIB,

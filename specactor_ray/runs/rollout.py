@@ -20,9 +20,9 @@ from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.rules import unused_by_rollouts
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from specactor_ray.core.device import to_device
-from specactor_ray.core.environment import fall_back
+from specactor_ray.core.machine import fall_back
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling import cpu as kernels
 from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds
@@ -236,11 +236,41 @@ def fitting(device: torch.device, dtype: torch.dtype, ranks: int) -> Backend:
     if device.type != "cuda":
         return "numba"
     try:
-        from specactor_ray.sampling.fused import difference
-
         problem = difference(device, dtype, ranks)
     except Exception as error:  # noqa: BLE001 - without triton, a compiler or a driver the host samples the same tokens
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:
         fall_back(logger, f"Sampling copies all logits from {device} to the host, far slower: {problem}")
     return "numba" if problem else "triton"
+
+
+def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size: int = 6016) -> str:
+    """Differences between the kernels on a device and the numba form in 64 rows, two of each request (candidates: in
+    32); empty where there are none."""
+    import torch
+
+    n, most = 32, 1 if ranks > 2 else 2
+    logits = (3.0 * torch.randn(2 * n, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
+    filters = ((0, 1.0), (0, 1.0), (40, 1.0), (0, 0.9), (50, 0.8))
+    params = [
+        SamplingParams((0.0, 0.6, 1.0, 2.0)[i % 4], top_k=filters[i % 5][0], top_p=filters[i % 5][1], seed=2**60 + i)
+        for i in range(n)
+    ]
+    rows = np.arange(n)
+
+    def found(x: torch.Tensor, drafts: np.ndarray, backend: Backend) -> tuple[np.ndarray, ...]:
+        rules, ends = Rules(n, x.device), np.arange(n + 1) * (len(drafts) // n)
+        rules.write(range(n), params, [0] * n)
+        arrays = (most * rows, ends, drafts, 100 * rows, rows, rules)
+        result = verify_arrays(x, *arrays, ranks, logprobs=ranks <= 2, backend=backend)
+        if ranks > 2:
+            packed = result.packed
+            gaps = packed.view(np.float64)[:, 4].astype(np.float32)  # of the first two candidates
+            return packed[:, [0, 2, *range(5, 4 + ranks)]], gaps
+        return (result.tokens, result.margins) if ranks == 2 else (result.tokens,)
+
+    none = np.zeros(0, np.int32)
+    right = none if ranks > 2 else found(logits, none, "numba")[0][:, 0].astype(np.int32)
+    pairs = zip(found(logits, right, "numba"), found(logits.to(device), right, "triton"), strict=True)
+    count = int(np.any([(want != got).reshape(n, -1).any(axis=1) for want, got in pairs], axis=0).sum())
+    return f"{count} of {n} requests get other tokens or margins than on the CPU" if count else ""

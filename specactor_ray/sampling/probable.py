@@ -8,8 +8,8 @@ import numpy as np
 
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
+from specactor_ray.sampling.cpu import GREEDY_BELOW
 from specactor_ray.sampling.keyed import Found
-from specactor_ray.sampling.numba import GREEDY_BELOW
 from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:

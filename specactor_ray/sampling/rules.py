@@ -10,13 +10,13 @@ import numpy as np
 from specactor_ray.core.device import to_device
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.numba import GREEDY_BELOW
+from specactor_ray.sampling.cpu import GREEDY_BELOW
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
 
 _RULE = np.dtype([("seed", "u8"), ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("base", "i8")])
-"""Data type of a rule: five words of 8 bytes, in the order of `sampling.triton.RULE_FIELDS`."""
+"""Data type of a rule: five words of 8 bytes, in the order of `sampling.gpu.RULE_FIELDS`."""
 
 
 class Rules:

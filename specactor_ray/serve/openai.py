@@ -13,10 +13,10 @@ from specactor_ray.rollout.prompts import encode_chat
 from specactor_ray.serve.openai_answers import ChatForm, CompletionForm, EchoForm, OpenAIForm
 from specactor_ray.serve.outputs import answer
 from specactor_ray.serve.requests import (
-    Integer,
+    ChatBody,
+    CompletionBody,
     JsonObject,
     JsonRoute,
-    Messages,
     Refusal,
     SamplingBody,
     TemplateBody,
@@ -30,25 +30,6 @@ from specactor_ray.table.requests import refuse_unknown
 _CHOOSABLE = ("add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that requests set; all others of its names are no template variables."""
 router = APIRouter(route_class=JsonRoute)
-
-
-class CompletionBody(SamplingBody, TextBody):
-    """Body of `/v1/completions`."""
-
-    prompt: Any
-    """Text, texts, token ids, or several lists of token ids."""
-    logprobs: Integer | None = None
-    echo: bool | None = None
-
-
-class ChatBody(SamplingBody, TemplateBody):
-    """Body of `/v1/chat/completions`."""
-
-    messages: Messages
-    max_completion_tokens: Integer | None = None
-    logprobs: bool | None = None
-    top_logprobs: Integer | None = None
-    tool_choice: str | dict[str, Any] | None = None
 
 
 class TokenizeBody(TemplateBody):

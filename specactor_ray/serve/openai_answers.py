@@ -6,20 +6,17 @@ import codecs
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.outputs import Form, Part, finite, prompt_report, spans_of
-from specactor_ray.serve.requests import SamplingBody, Wanted
+from specactor_ray.serve.requests import ChatBody, CompletionBody, SamplingBody, Wanted
 from specactor_ray.serve.service import Service
 from specactor_ray.serve.tool_calls import CALL, opens_thought, parsed_calls
 from specactor_ray.serve.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from specactor_ray.serve.openai import ChatBody, CompletionBody
 
 _END = 16
 """Tokens at the end of a prompt in which a template may open a thought."""

@@ -288,6 +288,25 @@ class TemplateBody(TextBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class CompletionBody(SamplingBody, TextBody):
+    """Body of `/v1/completions`."""
+
+    prompt: Any
+    """Text, texts, token ids, or several lists of token ids."""
+    logprobs: Integer | None = None
+    echo: bool | None = None
+
+
+class ChatBody(SamplingBody, TemplateBody):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
 # ---- sampling options ----
 
 OPENAI = Dialect(

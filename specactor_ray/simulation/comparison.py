@@ -14,8 +14,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.core.environment import versions
 from specactor_ray.core.errors import ConfigError, SpecActorError
+from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import blocked
 from specactor_ray.simulation.cluster import silence
 from specactor_ray.simulation.kernel import SimulationError

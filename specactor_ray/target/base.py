@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.environment import fitting_dtype
+from specactor_ray.core.machine import fitting_dtype
 from specactor_ray.core.types import TopTokens
 from specactor_ray.table.requests import Finish
 from specactor_ray.transport.messages import States

@@ -20,9 +20,10 @@ from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
-from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, capturer_for, longest_tail
-from specactor_ray.models.paged_cache import sleep, wake
+from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, capturer_for
+from specactor_ray.models.layers import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.step_sizes import longest_tail
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
 from specactor_ray.sampling.probable import most_probable, prompt_scores
 from specactor_ray.table.requests import Finish
@@ -109,7 +110,7 @@ class HfEngine:
     arguments are keys of `target` (`config/schema.py`).
 
     Eager are steps with log-probabilities of prompts or of the most probable tokens, and those for which
-    `models/captured.py` has no size: more tokens of prompts than in `sizes`, or a longer tail than `longest_tail`.
+    `models/step_sizes.py` has no size: more tokens of prompts than in `sizes`, or a longer tail than `longest_tail`.
     """
 
     def __init__(

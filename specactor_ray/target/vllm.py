@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, WeightsError, clipped
+from specactor_ray.core.machine import fall_back
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_eos_token_ids, wrong_value_errors

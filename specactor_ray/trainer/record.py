@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.core.environment import fitting_dtype, hardware, versions
 from specactor_ray.core.errors import InputError, clipped_text, counted_by_kind
 from specactor_ray.core.files import append_json, write_json
+from specactor_ray.core.machine import fitting_dtype, hardware, versions
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.preflight import identity_of
 from specactor_ray.rollout.trajectory import RolloutMetrics

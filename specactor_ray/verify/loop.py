@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.proof import prove

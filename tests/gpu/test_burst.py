@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.models.captured import CudaCapturer
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.target.hf import HfEngine

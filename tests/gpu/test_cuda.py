@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.batch_invariance import Invariant, read_in_parts
-from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.batch_invariance import Invariant
+from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, fitting, warm_up
 from specactor_ray.sampling.rules import Rules
@@ -153,7 +153,7 @@ def test_cuda_samples_what_the_cpu_samples(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [6016, 50_257, 151_936])
 def test_triton_kernels_find_the_tokens_of_the_cpu(dtype: torch.dtype, vocab_size: int) -> None:
-    from specactor_ray.sampling.fused import difference
+    from specactor_ray.sampling.keyed import difference
 
     assert not any(difference(torch.device("cuda"), dtype, ranks, vocab_size) for ranks in (1, 2, MOST))
 

@@ -34,9 +34,10 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    speed, training = report["speed"], report["training"]
-    assert speed["rounds"] == 5 and speed["identical"] == speed["requests"] == 10
-    assert speed["low"] <= speed["ratio"] <= speed["high"] <= speed["acceptance_length"]
+    (plain, auto), training = report["results"], report["training"]
+    assert [len(one["rounds"]) for one in (plain, auto)] == [5, 5]
+    assert plain["identical"] == auto["identical"] == auto["requests"] == 10
+    assert auto["interval"][0] <= auto["ratio"] <= auto["interval"][1] <= auto["metrics"]["acceptance_length"] + 1e-4
     assert training["steps"] == len(training["rewards"]) == 2 and training["samples"] == 16
     assert [len(outputs) for outputs in training["outputs"]] == [16, 16] and report["example"]["pieces"]
     for words in (

@@ -19,8 +19,8 @@ from specactor_ray.bench.gpu_check.target import KERNELS
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import _paged_attention_triton as attention_kernels
-from specactor_ray.sampling import fused
-from specactor_ray.sampling import triton as triton_kernels
+from specactor_ray.sampling import fused, keyed
+from specactor_ray.sampling import gpu as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
@@ -239,9 +239,9 @@ def test_rivals_far_away_and_ties_of_rounded_scores(
 @pytest.mark.parametrize("ranks", [1, MOST])
 def test_a_bound_that_is_too_tight_is_seen(ranks: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the check that a device passes before it takes the kernels."""
-    assert not fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
+    assert not keyed.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
     monkeypatch.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
-    assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
+    assert "requests get other tokens" in keyed.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
 
 
 def test_gpu_check_finds_the_kernels_by_their_names() -> None:
@@ -251,7 +251,7 @@ def test_gpu_check_finds_the_kernels_by_their_names() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_of_a_device_passes(dtype: torch.dtype, small_blocks: None) -> None:
-    assert not any(fused.difference(torch.device("cpu"), dtype, ranks, 200) for ranks in (1, 2, MOST))
+    assert not any(keyed.difference(torch.device("cpu"), dtype, ranks, 200) for ranks in (1, 2, MOST))
 
 
 def test_the_largest_vocabulary() -> None:

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 from specactor_ray.models import _layers_triton as kernels
-from specactor_ray.models import batch_invariance, paged_cache, ragged_model
-from specactor_ray.models.batch_invariance import Invariant, read_in_parts
+from specactor_ray.models import layers, paged_cache, ragged_model
+from specactor_ray.models.batch_invariance import Invariant
 from specactor_ray.models.ragged_attention import attend_on_gpu
-from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
 from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
 from tests.fakes.capturer import FakeCapturer
@@ -212,7 +212,7 @@ def test_a_row_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> N
     """With `target.batch_invariant`: its proof at load takes the operators of fused layers."""
     monkeypatch.setattr(ragged_model, "invariant", lambda *_: Invariant())
     with attending(attend_on_gpu, fused=True), monkeypatch.context() as patch:
-        patch.setattr(batch_invariance, "_COMPANY", 20)
+        patch.setattr(ragged_model, "_COMPANY", 20)
         model, tokens = load("qwen3", batch_invariant=True), np.arange(6)
         patch.undo()
         alone = read_in_parts(model, tokens, [6], 0)
@@ -251,8 +251,8 @@ def test_new_weights_and_another_memory() -> None:
             parameter.data = parameter.data.clone()
         assert len({p.untyped_storage().data_ptr() for p in attention.parameters()}) == 7
         torch.testing.assert_close(read(model, tokens), changed, atol=1e-5, rtol=1e-4)
-        paged_cache.sleep(model.model, model.cache)
-        paged_cache.wake(model.model, model.cache)
+        layers.sleep(model.model, model.cache)
+        layers.wake(model.model, model.cache)
         assert len({p.untyped_storage().data_ptr() for p in attention.parameters()}) == 3
         torch.testing.assert_close(read(model, tokens), changed, atol=1e-5, rtol=1e-4)
         fresh = RaggedModel(model.model.__class__(model.model.config).eval(), 1 << 17)

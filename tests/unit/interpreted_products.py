@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.models import _products_triton as kernels
-from specactor_ray.models import batch_invariance
-from specactor_ray.models.batch_invariance import Invariant, read_in_parts
-from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models import ragged_model
+from specactor_ray.models.batch_invariance import Invariant
+from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
 from tests.families import make_model
 from tests.page_attention import same_bits
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
@@ -83,7 +83,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch, inner: int = 64) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_have_the_bits_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert batch_invariance._COMPANY >= kernels._MANY, "the proof at load compiles both"
+    assert ragged_model._COMPANY >= kernels._MANY, "the proof at load compiles both"
     x, weight, bias = made(1, 200, 150, dtype=dtype), made(2, 40, 150, dtype=dtype), made(3, 40, dtype=dtype)
     with Invariant():
         whole, rows = functional.linear(x, weight, bias), few_are_many(monkeypatch)

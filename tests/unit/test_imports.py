@@ -62,7 +62,6 @@ MAY_IMPORT = {
         "target/vllm_rank.py",
         "target/vllm_worker.py",
         "target/vllm_weights.py",
-        "bench/peers.py",
         "bench/stock.py",
         "bench/gpu_check/vllm.py",
     ),
@@ -70,7 +69,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
     "triton": (
-        "sampling/triton",
+        "sampling/gpu",
         "target/vllm_cpu.py",
         "models/_layers_triton.py",
         "models/_paged_attention_triton.py",
@@ -89,7 +88,6 @@ MAY_IMPORT = {
         "actors/",
         "runs/",
         "trainer/",
-        "bench/peers.py",
         "bench/gpu_check/",
         "cli/doctor.py",
         "cli/train_drafter.py",
@@ -101,8 +99,8 @@ ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "
 LEAVES = (
     "target/vllm_worker.py",
     "target/vllm_weights.py",
-    "sampling/triton.py",
-    "sampling/triton_noise.py",
+    "sampling/gpu.py",
+    "sampling/gpu_noise.py",
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_layers_triton.py",
@@ -173,6 +171,51 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
         assert not name.startswith(LEAF_MODULES), f"{name_of(path)} imports {name}, whose package may be missing"
         package = name.partition(".")[0]
         assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
+
+
+CIRCLES = (
+    ("rollout/engine.py", "rollout/handle.py"),
+    ("target/vllm_cpu.py", "target/vllm_rank.py"),
+    (
+        *("target/base.py", "target/hf.py", "target/proof.py", "target/rows.py"),
+        *("target/vllm.py", "target/vllm_graphs.py", "target/vllm_proof.py"),
+    ),
+)
+"""Files that import one another. This list only gets shorter: they are one file, or what both need belongs below."""
+
+
+def test_files_import_one_another_in_no_more_circles() -> None:
+    """Imports inside functions and for type checkers included."""
+    graph = {name_of(path): imported_files(path) for path in sources()}
+    reached = {name: reachable(graph, name) for name in graph}
+    circles = {frozenset(one for one in reached[name] if name in reached[one]) for name in graph} - {frozenset()}
+    assert sorted(map(sorted, circles)) == sorted(map(sorted, CIRCLES))
+
+
+def imported_files(path: Path) -> set[str]:
+    """Names of the files of the package that a file imports."""
+    found = set[str]()
+    for name in imports_of(path):
+        place = REPOSITORY / name.replace(".", "/")  # a module, or a name in one
+        files = (
+            place.with_suffix(".py"),
+            place / "__init__.py",
+            place.parent.with_suffix(".py"),
+            place.parent / "__init__.py",
+        )
+        if name.startswith("specactor_ray.") and (file := next(filter(Path.is_file, files), path)) != path:
+            found.add(name_of(file))
+    return found - {"__init__.py"}
+
+
+def reachable(graph: dict[str, set[str]], name: str) -> set[str]:
+    """What a file imports, directly or not; itself, too, if it is in a circle."""
+    found, waiting = set[str](), [name]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
 
 
 PURE = [

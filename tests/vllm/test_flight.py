@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core import environment
+from specactor_ray.core import machine
 from specactor_ray.models.cache_size import GIB, token_bytes
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.sampling import keyed
@@ -287,12 +287,12 @@ def test_graphs_are_checked_in_plain_mixed_and_whole_steps(
 ) -> None:
     """Wherever there are graphs of whole steps; others are named."""
     engine, switched = raw(max_drafts=3), list[bool]()
-    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(machine, "_fallbacks", {})
     answer = {"whole_graphs": lambda: (lengths, "FA"), "use_graphs": switched.append}
     monkeypatch.setattr(engine._core, "collective_rpc", lambda method, args: [answer[method](*args)])
     recorder = Recorder(engine, monkeypatch)
     engine._prove_graphs()
-    found = environment.fallbacks()
+    found = machine.fallbacks()
     assert (len(found) == 1 and found[0].startswith(named)) if named else not found
     assert switched == ([False, True] if lengths else [])
     assert ({4, 10, 16} <= set(recorder.positions)) == bool(lengths), "no drafts, some, and three of each request"

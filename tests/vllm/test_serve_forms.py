@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.serve.openai import ChatBody, CompletionBody
+from specactor_ray.serve.requests import ChatBody, CompletionBody
 from specactor_ray.serve.vllm_rl import VllmGenerateBody
 from tests.fakes.scripted_engine import ScriptedEngine, make_service, on, post
 from tests.unit.serve.test_trainers import TOKENS, tokens

@@ -9,7 +9,7 @@ import numpy as np
 
 from specactor_ray.bench.gpu_check.models import random_model
 from specactor_ray.bench.gpu_check.stage import Stage
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.model import DraftModelProposer

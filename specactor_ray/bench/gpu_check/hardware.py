@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specactor_ray.bench.gpu_check.stage import Stage
-from specactor_ray.core.environment import hardware, versions
+from specactor_ray.core.machine import hardware, versions
 
 
 def measure_hardware(stage: Stage) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_model, random_prompts
 from specactor_ray.bench.gpu_check.stage import Settings, Stage, shown
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.captured import CudaCapturer

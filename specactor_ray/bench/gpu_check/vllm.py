@@ -22,7 +22,7 @@ from specactor_ray.bench.gpu_check.models import model_folder, random_prompts, v
 from specactor_ray.bench.gpu_check.stage import Settings, Stage, shown
 from specactor_ray.bench.stock import stock_llm
 from specactor_ray.core.child import Child, Report
-from specactor_ray.core.environment import fallbacks
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.cache_size import GIB

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specactor_ray.bench.micro import cell
-from specactor_ray.bench.peers import _peers
 from specactor_ray.bench.rollout_modes import (
+    Bench,
     Place,
+    Workload,
     all_identical,
     differences,
     figures_of,
@@ -30,6 +33,7 @@ from specactor_ray.bench.verdict import verdict
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
+    draft_table,
     ladder_table,
     speed_table,
     status_table,
@@ -213,6 +217,7 @@ def measured(
         {**differences({(n, 0): output(1, 2)}, {(n, 0): output(1, 3)})[0], "prompt_index": n} for n in range(differing)
     ]
     metrics = RolloutMetrics(steps=10, row_steps=40, committed_tokens=60, drafted_tokens=50, accepted_tokens=20)
+    metrics.count_positions([30, 20], [20, 5])
     variant = Variant(label, batch, config())
     return {
         **variant.facts(),
@@ -279,9 +284,12 @@ class TestReport:
 
     def test_the_tables_say_it_all(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0), measured("decoupled 1x1 + 1", 4, 60.0, differing=2)])
-        text = rendered(speed_table(results)) + rendered(time_table(results))
-        for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "protocol"):
+        text = rendered(speed_table(results)) + rendered(draft_table(results)) + rendered(time_table(results))
+        for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "67% 25%", "protocol"):
             assert expected in text
+        plain = measured("plain 1x2", 4, 1.0)
+        plain["metrics"] = RolloutMetrics(steps=1).to_dict()
+        assert draft_table(with_ratios([plain])) is None
         lines = difference_lines(results)
         assert lines[1].strip() == (
             "decoupled 1x1 + 1, batch 4, chat T=1: prompt 1, sample 0, position 1: token 3 in place of 2, "
@@ -289,6 +297,57 @@ class TestReport:
         )
         lines = difference_lines(with_ratios([measured("plain 1x2", 4, 1.0, differing=14)]))
         assert len(lines) == 11 and "4 more" in lines[-1]
+
+
+class FakeRollout:
+    """Answers each prompt with its length; with drafts one output of round 3 is another."""
+
+    rounds, committed_tokens = 0, 0
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __enter__(self) -> FakeRollout:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def generate(self, *_: Any, **__: Any) -> None:
+        pass
+
+    forget_history = reset_metrics = generate
+
+    def metrics(self) -> RolloutMetrics:
+        return RolloutMetrics()
+
+    def status(self) -> list[dict[str, Any]]:
+        return []
+
+    def stream(self, prompts: Sequence[str], *_: Any) -> Iterator[Trajectory]:
+        self.rounds += 1
+        for place, prompt in enumerate(prompts):
+            wrong = self.rounds == 3 and place == 0 and self.config.mode is not ModeName.plain
+            yield replace(output(len(prompt) + wrong), prompt_index=place)
+
+
+def test_variants_take_turns_in_rounds_that_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
+    variants = plan_variants(config(), [BenchMode.plain, BenchMode.coupled], [1])[::2]
+    plain, coupled = (one.label for one in variants)
+    bench = Bench(Console(file=io.StringIO()))
+    one, other = (Workload("edits T=0", prompts, SamplingParams(), n=1) for prompts in (("a", "bc"), ("def",)))
+
+    def rounds() -> Iterator[Workload]:
+        for number, workload in enumerate((one, other, one, other)):
+            assert len(bench.measured) == 2 * number, "the round before is over"
+            yield workload
+            assert {len(found) for found in bench.outputs.values()} == {len(workload.prompts)}
+
+    bench.measure(variants, rounds(), "")
+    assert [row["variant"] for row in bench.measured] == [plain, coupled, coupled, plain] * 2
+    results = bench.results()
+    assert [(row["requests"], row["identical"], len(row["rounds"])) for row in results] == [(6, 6, 4), (6, 5, 4)]
 
 
 def rendered(table: Any, width: int = 160) -> str:
@@ -372,36 +431,23 @@ def test_cells_have_three_digits(value: Any, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafters", "peers", "problem"),
+    ("drafters", "problem"),
     [
-        (2, False, r"drafters: the run needs 3 CPU cores .*there are 2"),
-        (1, True, "vllm is not installed"),
-        (1, False, r"bench\.json exists"),
+        (2, r"drafters: the run needs 3 CPU cores .*there are 2"),
+        (1, r"bench\.json exists"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(
-    drafters: int, peers: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafters: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specactor_ray.core.upstream.Upstream.installed", lambda _: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     report = tmp_path / "bench.json"
     if "exists" in problem:
         report.write_text("{}")
     before = list(tmp_path.iterdir())
     with pytest.raises(UserError, match=problem):
-        run_bench(config(drafters=drafters), ALL, [4], [], report, Console(file=io.StringIO()), peers)
+        run_bench(config(drafters=drafters), ALL, [4], [], report, Console(file=io.StringIO()))
     assert list(tmp_path.iterdir()) == before
-
-
-def test_peers_decode_plainly_on_all_cores_and_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
-    drafters = [{"method": "ngram", "hosted": False, "cores": 0.5}, {"method": "eagle", "cores": 0.5, "model": "m"}]
-    config = from_mapping({"mode": "decoupled", "drafters": drafters})
-    found = list(_peers(config, [16], []))
-    assert [work.label for work in found] == [
-        f"vllm {name}" for name in ("plain 1x2", "plain 1x1", "ngram 1x2", "eagle3 1x2")
-    ]
-    assert [work.cores for work in found] == [(3, 5), (3,), (3, 5), (3, 5)]
 
 
 def test_every_file_at_every_temperature_is_a_workload(tmp_path: Path) -> None:

@@ -12,21 +12,27 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.bench import demo
-from specactor_ray.bench.demo import Round, pieces, plan_steps, similarity, speed_figures, training_figures
+from specactor_ray.bench.demo import pieces, plan_steps, similarity, training_figures
+from specactor_ray.bench.rollout_modes import figures_of, merged, with_ratios
 from specactor_ray.cli.demo import conclusion, show
 from specactor_ray.config import load_config
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.prompts import read_jsonl
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.trainer.rewards import RewardSample
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
+Round = tuple[dict[str, Any], dict[str, Any]]
+
 
 def one_round(requests: int, identical: int, tokens: int, plain_s: float, auto_s: float, row_steps: int) -> Round:
-    common = {"requests": requests, "tokens": tokens, "metrics": {"row_steps": row_steps}, "differences": []}
-    plain = {**common, "seconds": plain_s, "tokens_per_s": tokens / plain_s}
-    auto = {**common, "seconds": auto_s, "tokens_per_s": tokens / auto_s}
-    return plain, {**auto, "differences": [{}] * (requests - identical)}
+    def measured(mode: str, seconds: float, row_steps: int, differing: int) -> dict[str, Any]:
+        metrics = RolloutMetrics(row_steps=row_steps, committed_tokens=tokens)
+        facts = {"variant": mode, "mode": mode, "batch": 1, "workload": "edits T=0", "differences": [{}] * differing}
+        return facts | figures_of(requests, tokens, seconds, metrics)
+
+    return measured("plain", plain_s, tokens, 0), measured("auto", auto_s, row_steps, requests - identical)
 
 
 def record(step: int, reward: float | None) -> dict[str, Any]:
@@ -40,19 +46,17 @@ HELD_OUT = [[("x = 1", 0.5), ("y", 0.1)], [("x = 2", 1.0), ("x = 2", 1.0)]]
 
 
 def report(rounds: Any = ROUNDS, **fields: Any) -> dict[str, Any]:
-    return {"model": "m", "seconds": 1.0, "load": 4.0, "speed": speed_figures(rounds), "training": None} | fields
+    results = with_ratios(merged([one for pair in rounds for one in pair]))
+    return {"model": "m", "seconds": 1.0, "load": 4.0, "results": results, "training": None} | fields
 
 
-def test_figures_of_rounds_and_steps() -> None:
-    speed, training = speed_figures(ROUNDS), training_figures([record(1, 0.25), record(2, 0.5)], HELD_OUT)
-    assert speed is not None and training is not None
-    assert (speed["plain_tokens_per_s"], speed["auto_tokens_per_s"]) == (50.0, 100.0)
-    assert speed["ratio"] == pytest.approx(2.0) and speed["outcome"] == "pays"
-    assert (speed["identical"], speed["requests"], speed["acceptance_length"]) == (5, 6, 2.0)
+def test_figures_of_steps() -> None:
+    training = training_figures([record(1, 0.25), record(2, 0.5)], HELD_OUT)
+    assert training is not None
     assert training["rewards"] == [(0.25, 0.05), (0.5, 0.05)] and training["acceptance_rate"] == 0.4
     assert training["rollout_share"] == pytest.approx(0.15)
     assert training["held_out"] == [(pytest.approx(0.3), pytest.approx(0.2)), (1.0, 0.0)]
-    assert speed_figures([]) is None and training_figures([]) is None
+    assert training_figures([]) is None
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -64,6 +68,8 @@ def test_the_last_screen(width: int, terminal: bool) -> None:
     console = Console(file=out, width=width, force_terminal=terminal, color_system="standard" if terminal else None)
     show(console, report(example=example, training=training))
     for words in (
+        "plain 50.0 tokens/s auto 100.0 tokens/s auto / plain 2.00 (95%: 2.00 to 2.00) in 2 rounds",
+        "acceptance length 2.00",
         "5 of 6",
         "0.25 ± 0.05 to 0.50 ± 0.05",
         "0.30 ± 0.20 to 1.00 ± 0.00",
@@ -95,7 +101,7 @@ def test_a_screen_without_training_or_rewards(steps: list[dict[str, Any]]) -> No
     ],
 )
 def test_the_conclusion(rounds: list[Round], words: str) -> None:
-    found = conclusion(report(rounds))
+    found = conclusion(report(rounds)).removeprefix("for edits at T=0, batch 1, auto: ")
     assert found.startswith(words)
     assert ("load average 4.0" in found) == ("noisy" in words) == ("--minutes 6" in found)
 
@@ -121,12 +127,12 @@ def test_what_was_measured_before_an_end_is_reported(
     error: BaseException, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(work: demo.Demo) -> None:
-        work.rounds += ROUNDS[:1]
+        work.bench.measured += ROUNDS[0]
         raise error
 
     monkeypatch.setattr(demo, "_run", run)
     found = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())))
-    assert found["status"] == status and found["speed"]["identical"] == 3 and found["training"] is None
+    assert found["status"] == status and found["results"][1]["identical"] == 3 and found["training"] is None
     assert json.loads((tmp_path / "out" / demo.REPORT_FILE).read_text())["status"] == status
 
 

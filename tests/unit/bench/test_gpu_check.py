@@ -21,7 +21,6 @@ from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine
 from specactor_ray.bench.gpu_check.vllm import SIDES, Oracle, Run, make_side, measure_vllm, pattern
 from specactor_ray.core.errors import InputError, SpecActorError, UserError
 from specactor_ray.draft import model
-from specactor_ray.models import ragged_model
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target import hf
 from tests.fakes.capturer import FakeCapturer
@@ -258,7 +257,7 @@ def test_tokens_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatc
         return logits + 0.2 * noise if len(tokens) < 20 else logits
 
     stage = Stage("stage", TINY_CHECK, now=HandClock(tick_s=0.001).now)
-    monkeypatch.setattr(ragged_model, "prove", lambda *_: None)
+    monkeypatch.setattr(RaggedModel, "_prove_invariance", lambda *_: None)
     monkeypatch.setattr(RaggedModel, "_check", lambda *_: None)
     monkeypatch.setattr(RaggedModel, "forward", shifted)
     stage.run(flips.measure_flips)

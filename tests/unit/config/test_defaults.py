@@ -16,11 +16,10 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs, unused_branches
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core import environment
+from specactor_ray.core import machine
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import footprint
-from specactor_ray.models import cache_size
-from specactor_ray.models import captured as captured_steps
+from specactor_ray.models import cache_size, step_sizes
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
@@ -44,7 +43,7 @@ DRAFTER = "drafters=[{method: draft_model, model: m}]"
 @pytest.fixture(params=[True, False], ids=["AVX512_BF16", "without"])
 def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the CPU computes in bfloat16."""
-    monkeypatch.setattr(environment, "hardware", lambda: {"vector": ["avx512_bf16"] if request.param else ["avx512f"]})
+    monkeypatch.setattr(machine, "hardware", lambda: {"vector": ["avx512_bf16"] if request.param else ["avx512f"]})
     return bool(request.param)
 
 
@@ -278,7 +277,7 @@ def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patched:
         patched.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
         captured -= cache_size.beside_the_cache(own)
-    assert len(captured_steps.sizes(128, 2048)) == 61
+    assert len(step_sizes.sizes(128, 2048)) == 61
     assert captured == 61 * 28 * 40 * 4096 + 2048 * (152064 * 6 + (8 * 3584 + 2 * 18944) * 2)
     fits = cache_size.beside_the_cache(other) / 0.92 + 0.5 * GIB
     monkeypatch.setattr(memory, "gpu_memories", lambda: [int(fits)])
@@ -301,7 +300,7 @@ def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pyte
     from specactor_ray.config.load import save_config
     from specactor_ray.runs.trajectories import lease_interrupted
 
-    monkeypatch.setattr(environment, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
+    monkeypatch.setattr(machine, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
     saved = load_config(None, ["target.dtype=bfloat16", "run.name=r", f"run.dir={tmp_path}"])
     save_config(saved, tmp_path / "r" / "config.yaml")
     (tmp_path / "r" / "trajectories.jsonl.partial").touch()
@@ -317,10 +316,10 @@ def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(machine, "_fallbacks", {})
     for what in ("slow", "slower", "slow"):
-        environment.fall_back(logging.getLogger(__name__), what)
-    assert environment.fallbacks() == ["slow", "slower"] == caplog.messages
+        machine.fall_back(logging.getLogger(__name__), what)
+    assert machine.fallbacks() == ["slow", "slower"] == caplog.messages
 
 
 def test_actors_report_fallbacks_and_each_is_named_once() -> None:

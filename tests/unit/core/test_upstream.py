@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.core import environment, upstream
+from specactor_ray.core import machine, upstream
 from specactor_ray.core.upstream import Upstream
 
 FILES = {
@@ -84,11 +84,11 @@ def test_an_untested_version_is_noted_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tested: str
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version_of({"someone-elses": "2.1.0"}))
-    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(machine, "_fallbacks", {})
     for _ in range(2):
         package("1.9", tested).note_untested(logging.getLogger(__name__))
     assert caplog.messages == [f"someone-elses 2.1.0 is untested here; tested: 1.9, {tested}"]
-    assert environment.fallbacks() == caplog.messages, "the summary has them"
+    assert machine.fallbacks() == caplog.messages, "the summary has them"
 
 
 @pytest.mark.usefixtures("sources")

@@ -20,16 +20,14 @@ from specactor_ray.cli.train_drafter import train_drafter
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.distill.card import DrafterRecipe
+from specactor_ray.distill.card import DrafterRecipe, read_card
 from specactor_ray.distill.corpus import RecordStore, split_prompts
-from specactor_ray.distill.evaluation import drafter_of
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer
-from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.runs.folder import RunInUseError
-from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
+from tests.tiny import tiny_prompts, tiny_target
 
 RECIPE = DrafterRecipe(
     str(tiny_target()),
@@ -94,26 +92,6 @@ def test_a_drafter_that_a_configuration_takes_as_it_is(drafter: Path, data: Path
     shown = io.StringIO()
     assert train(data, drafter, shown) == rows and "finished before" in shown.getvalue()
     assert (drafter / "model.safetensors").stat().st_mtime_ns == weights
-
-
-def test_eval_of_a_folder_and_of_a_method(
-    drafter: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
-    options = ["drafter", "eval", "--target", tiny_target(), "--data", few]
-    options += ["max_tokens=24", "window=3", "kv_cache_gb=0.05"]
-    specactor(*options, "--corpus", tmp_path / "states", "--drafter", drafter, code=0)
-    assert "acc. length" in capsys.readouterr().out
-    options += ["--corpus", tmp_path / "corpus"]
-    specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
-    capsys.readouterr()
-    specactor(*options, "--method", "tests.fakes.own_proposers:Reader", code=0)  # of states, which were not recorded
-    capsys.readouterr()
-    specactor(*options, "--method", "ngram", code=0)
-    shown = capsys.readouterr()
-    assert "acc. length" in shown.out and "p3" in shown.out
-    assert "rollouts" not in shown.err, "the rollouts are there already"
 
 
 @pytest.mark.parametrize("point", ["corpus", "training"])
@@ -194,35 +172,11 @@ def test_a_job_cannot_write_into_its_own_copy(data: Path, monkeypatch: pytest.Mo
     assert ended.value.code == 2 and not Path("relative").exists()
 
 
-def test_what_cannot_be_measured(data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
-    other = copied(tiny_draft(), tmp_path / "other", vocab_size=100)
+def test_a_card_that_cannot_be_read(tmp_path: Path) -> None:
+    assert read_card(tmp_path) is None
     (tmp_path / "drafter.json").write_text("{}")
-    for more, problem in (
-        ([], "either --drafter FOLDER or --method"),
-        (["--method", "ngram", "--drafter", drafter], "either --drafter FOLDER or --method"),
-        (["--method", "magic"], "'magic' cannot be measured alone"),
-        (["--method", "draft_model"], "needs a model"),
-        (["--method", "no.mod:Class"], "--method: no.mod:Class cannot be imported"),
-        (["--method", "ngram", "--target", "./none"], "--target: There is no directory './none'"),
-        (["--method", "ngram", "--data", "none.jsonl"], "there is no file none.jsonl; name a file of prompts"),
-        (["--drafter", tmp_path / "none"], "there is no folder"),
-        (["--drafter", tmp_path], "drafter.json cannot be read"),
-        (["--drafter", other], "has a vocabulary of 100 tokens, the target"),
-    ):
-        specactor(*options, *more)
-        assert problem in capsys.readouterr().err
-
-
-def test_drafters_without_a_card_are_told_apart_by_their_configuration(tmp_path: Path) -> None:
-    assert drafter_of(tiny_draft()).method == "draft_model"
-    save_head(load_head(str(tiny_eagle()), str(tiny_target())), tmp_path)
-    assert drafter_of(tmp_path).method == "eagle"
-    facts = json.loads((tmp_path / "config.json").read_text())
-    layer = facts["transformer_layer_config"]
-    layer["draft_vocab_size"] = facts["draft_vocab_size"]  # as the EAGLE authors write it
-    (tmp_path / "config.json").write_text(json.dumps(layer))
-    assert drafter_of(tmp_path).method == "eagle"
+    with pytest.raises(InputError, match=r"drafter\.json cannot be read"):
+        read_card(tmp_path)
 
 
 def test_no_prompt_is_trained_on_and_measured_on() -> None:

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
-from specactor_ray.models.captured import Captured, sizes
+from specactor_ray.models.captured import Captured
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.step_sizes import sizes
 from tests.attention import attending
 from tests.batches import news, opening
 from tests.by_name import extend_fully, feed

@@ -12,7 +12,7 @@ import pytest
 
 from specactor_ray.cli import doctor
 from specactor_ray.cli.doctor import State
-from specactor_ray.core import environment, upstream
+from specactor_ray.core import machine, upstream
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.upstream import TRL, VERL, VLLM
 from specactor_ray.integrations.trl import attach
@@ -22,7 +22,7 @@ from specactor_ray.integrations.trl import attach
 def missing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is missing in all packages, which are installed in version 7.0.0."""
     found: list[str] = []
-    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(machine, "_fallbacks", {})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "7.0.0")
     monkeypatch.setattr(upstream, "_missing", lambda wanted: found)
     return found
@@ -44,7 +44,7 @@ def test_trl(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)  # it is imported after the check, and takes seconds
     with pytest.raises(ImportError):
         attach(None, None)
-    assert environment.fallbacks() == ["trl 7.0.0 is untested here; tested: 1.16"]
+    assert machine.fallbacks() == ["trl 7.0.0 is untested here; tested: 1.16"]
     missing.append("trl.GRPOTrainer.vllm_mode")
     with pytest.raises(InputError, match=r"trl 7\.0\.0 has no trl\.GRPOTrainer\.vllm_mode, .* Fix: .*'trl==1\.16\.\*'"):
         attach(None, None)

@@ -27,7 +27,7 @@ def products_of_gpus(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> Iterator[
     monkeypatch.setattr(ragged_model, "can_pack", lambda *_: False)
     monkeypatch.setattr(ragged_model, "fuse", lambda *_: None)
     monkeypatch.setattr(ragged_model, "invariant", lambda *_: kernels)
-    monkeypatch.setattr(batch_invariance, "_COMPANY", 70)
+    monkeypatch.setattr(ragged_model, "_COMPANY", 70)
     yield
 
 
@@ -86,7 +86,7 @@ def test_every_product_and_sum_of_a_model_is_taken_over(
 )  # fmt: skip
 def test_an_operator_that_may_add_is_named(name: str, compute: Any) -> None:
     """In inference mode, where the dispatcher is given compound operators whole."""
-    with torch.inference_mode(), batch_invariance._Others() as watch:
+    with torch.inference_mode(), batch_invariance.OtherOperators() as watch:
         x, at = torch.zeros(4, 3), torch.tensor([2, 3])
         x[at] = x[:2] * 2
         x.index_put_((at,), torch.ones(3)).scatter(0, at[:, None], x).topk(2)

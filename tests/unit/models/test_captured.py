@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from specactor_ray.core import device as core_device
-from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import captured, ragged_attention, ragged_model
-from specactor_ray.models.captured import Captured, CudaCapturer, longest_tail, sizes
+from specactor_ray.models.captured import Captured, CudaCapturer
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.models.step_sizes import longest_tail, sizes
 from specactor_ray.sampling import rules as sampling_rules
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf

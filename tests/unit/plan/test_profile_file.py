@@ -17,9 +17,9 @@ from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.models.identity import method_identity, model_identity
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
@@ -311,7 +311,6 @@ class TestCommand:
             (["profile=none.json"], "profile: there is no file none.json"),
             (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
-            (["plan=auto"], "plan: this key is gone. Fix: mode=auto searches if `profile` is set"),
             (["target.tensor_parallel=2", "target.backend=vllm", "target.cores=2"], "is of one rank"),
         ],
     )

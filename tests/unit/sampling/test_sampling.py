@@ -17,7 +17,7 @@ from scipy import stats
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling import cpu as kernels
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import derive_seed

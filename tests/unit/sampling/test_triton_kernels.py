@@ -56,7 +56,7 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
 
 
 def compiled(name: str, capability: int, ranks: int) -> Any:
-    from specactor_ray.sampling import triton as triton_kernels
+    from specactor_ray.sampling import gpu as triton_kernels
 
     options = {"scan": triton_kernels.SCAN, "filter_rows": triton_kernels.FILTER, "commit": triton_kernels.COMMIT}[name]
     constants = {"BLOCK": options.get("BLOCK"), "CHUNKS": 64, "RANKS": ranks}
@@ -244,7 +244,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, Variants]:
     from specactor_ray.models import _layers_triton as layers
     from specactor_ray.models import _paged_attention_triton as attention
     from specactor_ray.models import _products_triton as products
-    from specactor_ray.sampling import triton as triton_kernels
+    from specactor_ray.sampling import gpu as triton_kernels
 
     found, sampler = {}, ("scan", "filter_rows", "commit")
     kernels = {triton_kernels: sampler, attention: ("attend", "merge"), products: ("multiply", "add_up")}
@@ -357,7 +357,7 @@ def test_no_number_of_rows_asks_for_other_layers(variants: dict[str, Variants]) 
 
 
 def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specactor_ray.sampling import triton as triton_kernels
+    from specactor_ray.sampling import gpu as triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(triton_kernels.SCAN, "enable_fp_fusion", True)

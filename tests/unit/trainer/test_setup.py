@@ -15,7 +15,7 @@ import pytest
 
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core import environment
+from specactor_ray.core import machine
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
 from specactor_ray.rollout.memory import check_memory
@@ -150,10 +150,10 @@ def test_rewards_that_may_fail_have_no_trial_that_refuses(tmp_path: Path, caplog
 def test_rollout_and_trainer_compute_in_one_type_or_the_start_says_so(
     overrides: list[str], dtype: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "hardware", lambda: {"vector": ["avx512_bf16"]})
+    monkeypatch.setattr(machine, "hardware", lambda: {"vector": ["avx512_bf16"]})
     config = with_trainers_dtype(settings(tmp_path, *overrides))
     assert config.target.dtype == dtype
-    config.target.dtype = environment.fitting_dtype(dtype, config.target.gpus > 0)
+    config.target.dtype = machine.fitting_dtype(dtype, config.target.gpus > 0)
     expected = note or ("target.dtype is bfloat16" if config.target.gpus else "")
     assert re.search(expected, " ".join(dtype_note(config))) and bool(dtype_note(config)) == bool(expected)
 

@@ -1,4 +1,4 @@
-"""The noise of `sampling.noise` and the exponential function of `sampling.numba` in Triton: the same bits."""
+"""The noise of `sampling.noise` and the exponential function of `sampling.cpu` in Triton: the same bits."""
 
 from __future__ import annotations
 

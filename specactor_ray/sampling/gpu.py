@@ -4,7 +4,7 @@
 float64, is computed only for tokens that can still win. `filter_rows` applies top-k and top-p in rows that have them.
 `commit` merges the chunks of a request's rows, compares the winners with its drafts up to the first difference, and
 writes the results for the host into one buffer. `docs/design/keyed-sampling.md` proves that the tokens are those of
-`sampling.numba`, bit for bit. This requires that every float64 operation is rounded by itself:
+`sampling.cpu`, bit for bit. This requires that every float64 operation is rounded by itself:
 `enable_fp_fusion=False`.
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
@@ -19,8 +19,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from specactor_ray.sampling import numba as kernels
-from specactor_ray.sampling.triton_noise import exp_f64, log_f64, perturbed, threefry2x32
+from specactor_ray.sampling import cpu as kernels
+from specactor_ray.sampling.gpu_noise import exp_f64, log_f64, perturbed, threefry2x32
 
 RULE_FIELDS = 5
 """int64 words of a rule: seed, temperature (float64 bits), top_k, top_p (float64 bits), base of the output position."""
