@@ -68,8 +68,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
     """Resolve `mode: auto` without a profile to coupled or decoupled, with one line for the reason; other modes are
     kept, without a line.
 
-    - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
-      `replicas: 0`, which `specactor scale` may raise): decoupled.
+    - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
+      `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
     - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
@@ -123,9 +123,7 @@ def _models_on_cores(config: Config) -> list[int]:
     return [
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
-        if (drafter.replicas or drafter.max_replicas)
-        and not drafter.gpus
-        and not traits(drafter.method, f"drafters.{number}.method").looks_up
+        if drafter.replicas and not drafter.gpus and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
 
 
@@ -148,8 +146,6 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     for index, drafter in enumerate(config.drafters):
         if drafter.hosted is False:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
-        if drafter.max_replicas is not None:
-            return ModeName.decoupled, f"drafters.{index}.max_replicas is set, so {drafter.method} has draft actors"
         if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
