@@ -343,7 +343,7 @@ _TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": Fal
 
 _GONE = {
     "plan": "mode=auto searches if `profile` is set; another mode keeps the layout as written.",
-    "plan_force": "measure a profile on this machine: specactor profile.",
+    "plan_force": "leave it out; `profile` names the summary of a run of this target.",
     "drafters.N.follow_policy": "leave it out; drafters.N.online teaches an EAGLE head.",
     "drafters.N.shared_noise": "leave it out; models sample with the target's noise.",
 }

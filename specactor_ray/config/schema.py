@@ -48,7 +48,7 @@ class ModeName(str, Enum):
     """Way of drafting for requests."""
 
     auto = "auto"
-    """The fastest by the measured costs of `profile`; without one coupled or decoupled, by the existing devices."""
+    """The fastest by the costs in `profile`; without one coupled or decoupled, by the existing devices."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -300,10 +300,10 @@ class Config:
     by `profile` if it is set; else for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
     GPUs `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
     profile: str | None = not_empty()
-    """The file that `specactor profile` wrote. With it `mode: auto` chooses, by measured costs, the mode (plain
-    included), target.replicas, target.cores, target.max_batch, the draft method with its replicas and cores, and
-    speculation.window: for all cores (or GPUs) of a `local` cluster, elsewhere for those that the configuration needs
-    as written. A profile of another target, other hardware or another torch is not used, with a warning."""
+    """`summary.json` of an earlier run of this target with drafts, on the same kind of machine. With it `mode: auto`
+    chooses, by the costs and acceptance that the run measured, the mode (plain included), target.replicas,
+    target.cores, target.max_batch, the draft method with its replicas and cores, and speculation.window: for all cores
+    (or GPUs) of a `local` cluster, elsewhere for those that the configuration needs as written."""
     run: RunConfig = field(default_factory=RunConfig)
     """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

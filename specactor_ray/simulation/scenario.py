@@ -138,8 +138,8 @@ class ScenarioConfig:
     description: str = ""
     """Description in one line."""
     hardware: str = "h100"
-    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
-    `specactor profile` wrote."""
+    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or the `summary.json` of a
+    run."""
     part: int = at_least(1, 1)
     """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
     seed: int = _amount(0)

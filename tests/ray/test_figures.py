@@ -92,6 +92,7 @@ SUMMARY: dict[str, Check] = {
     "config": lambda v, s, rows, fresh: v["sampling"]["stop"] == list(STOPS),
     "fallbacks": lambda v, s, rows, fresh: v == [],
     "identity": lambda v, s, rows, fresh: v["tokens_identical"] and "float32" in v["reason"],
+    "costs": lambda v, s, rows, fresh: len(v["verify"]["1"]) > 1 and v["ladder"][0]["method"] == "ngram",
     "drafters": lambda v, s, rows, fresh: all(one["right"] <= one["tried"] for one in v),
     "actors": lambda v, s, rows, fresh: {one["kind"] for one in v} == {"verifier"},
     "output": lambda v, s, rows, fresh: v.endswith("jsonl" if s["status"] == "complete" else "jsonl.partial"),
