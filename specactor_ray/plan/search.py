@@ -57,9 +57,11 @@ class Method:
     costs: Mapping[int, StepTimes]
     """Device count → D."""
     survival: np.ndarray
-    """`(window + 1,)` S_0 = 1, S_1, ...: chance that the first i draft tokens are there and right."""
+    """`(window + 1,)` S_0 = 1, S_1, ...: chance that the first i tokens of a tail are right."""
     free: bool = False
     """Whether it uses none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+    supply: float = 1.0
+    """Share of requests that have a tail in a step; the others decode plainly in it."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all."""
 
@@ -189,31 +191,31 @@ def _best_step(
     """The best window, and its TGS. `devices`: of a drafter; `batch`, `rows`: requests of a verifier, a drafter."""
     if method is None:
         return 0, 1.0 / costs.seconds(batch)
-    survival, drafting = method.survival, method.costs[devices]
+    drafting, windows = method.costs[devices], range(len(method.survival))
     if mode is ModeName.coupled:
-        verify = np.array([costs.seconds(batch * (window + 1)) for window in range(len(survival))])
+        verify = np.array([costs.seconds(batch * (1.0 + method.supply * window)) for window in windows])
+        survival = method.survival * np.append(1.0, np.full(windows[-1], method.supply))
         rates = coupled_rates(survival[None], drafting.seconds(rows), verify)[0]
         return int(rates.argmax()) + 1, float(rates.max())
-    return len(survival) - 1, best_ahead(costs, drafting, survival, batch, rows, method.branches)
+    return windows[-1], best_ahead(costs, drafting, method, batch, rows)
 
 
-def best_ahead(
-    costs: StepTimes, drafting: StepTimes, survival: np.ndarray, batch: float, rows: float, most_branches: int
-) -> float:
+def best_ahead(costs: StepTimes, drafting: StepTimes, method: Method, batch: float, rows: float) -> float:
     """TGS of a decoupled step with the best numbers of branches and verified tokens. `costs` and `drafting` are V and
     D; `batch` and `rows` requests of a verifier and of a drafter."""
-    window, best = len(survival) - 1, 0.0
-    for branches in (count for count in _BRANCHES if count <= most_branches):
+    window, best = len(method.survival) - 1, 0.0
+    for branches in (count for count in _BRANCHES if count <= method.branches):
         draft_s, rate = drafting.seconds(rows * (1.0 + branches)), 0.0
         for most in (*(count for count in _VERIFIED if count < window), window):
             verified = most / 2.0
             for _ in range(_ROUNDS):
-                verify_s = costs.seconds(batch * (1.0 + verified))
+                verify_s = costs.seconds(batch * (1.0 + method.supply * verified))
                 forwards = min(verify_s / max(draft_s, TINY_S), window)
-                tau, verified = run_ahead(survival, forwards, most, branches * forwards)
-            if tau / verify_s <= rate:
+                tau, verified = run_ahead(method.survival, forwards, most, branches * forwards)
+            tgs = (1.0 + method.supply * (tau - 1.0)) / verify_s
+            if tgs <= rate:
                 break
-            rate = tau / verify_s
+            rate = tgs
         best = max(best, rate)
     return best
 

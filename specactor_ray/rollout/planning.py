@@ -287,8 +287,8 @@ def _methods(config: Config, costs: Costs) -> tuple[dict[str, Method], list[str]
         else:
             seconds = dict.fromkeys((1, *costs.verify), StepTimes()) if is_lookup else found.seconds
             survival = geometric(np.array([costs.acceptance[method]]), spec.window)[0]
-            survival[1:] *= costs.supply if is_lookup else 1.0  # a model has a guess at any time
-            usable[method] = Method(seconds, survival, is_lookup and config.target.gpus > 0, spec.branches)
+            supply = costs.supply if is_lookup else 1.0  # a model has a guess at any time
+            usable[method] = Method(seconds, survival, is_lookup and config.target.gpus > 0, supply, spec.branches)
             continue
         unusable.append(f"{method} is left out: {reason}")
     return usable, unusable

@@ -61,7 +61,7 @@ def test_the_decoupled_equation_orders_drafters_as_the_chain_of_states_does() ->
         verify_s, exact, short = 1.0 + position_s * rows * np.arange(1, window + 2), [], []
         for p, draft_s in zip(rng.uniform(0.3, 0.98, 2), 10 ** rng.uniform(-2, 0.2, 2), strict=True):
             chance, steps = np.array([p]), (line(1.0, position_s), line(draft_s))
-            rate = best_ahead(*steps, geometric(chance, window)[0], rows, rows, 0)
+            rate = best_ahead(*steps, Method({}, geometric(chance, window)[0]), rows, rows)
             exact.append(max(rate, 1.0 / verify_s[0]))
             rates = decoupled_rates(geometric(chance, window + 1), draft_s, verify_s)
             short.append(max(rates.max(), 1.0 / verify_s[0]))
@@ -242,6 +242,20 @@ class TestSearch:
         method = replace(method, branches=8)
         branching = search_plan(**{**problem, "methods": {"draft_model": method}}).chosen
         assert branching.tokens_per_s > 1.02 * alone.tokens_per_s
+
+    def test_requests_without_a_tail_decode_plainly(self) -> None:
+        """Half of them: between plain decoding and drafts for all, for the price of half of the positions."""
+        method = Method({1: StepTimes()}, survival(0.8), free=True)
+        problem = {"devices": 1, "requests": 8, "modes": [ModeName.coupled, ModeName.decoupled]}
+        none, half = (
+            search_plan({1: line(0.05, 0.001)}, {"ngram": replace(method, supply=share)}, **problem).predictions
+            for share in (0.0, 0.5)
+        )
+        assert [one.tokens_per_s for one in none] == pytest.approx([8 / 0.058] * 2)
+        assert (half[0].mode, half[0].window) == (ModeName.coupled, 6)
+        right = 0.8 * (1 - 0.8**6) / (1 - 0.8)
+        assert half[0].tokens_per_s == pytest.approx(8 * (1 + right / 2) / (0.058 + 0.001 * 24))
+        assert none[1].tokens_per_s < half[1].tokens_per_s < half[0].tokens_per_s, "after a miss comes a plain step"
 
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})
