@@ -16,8 +16,8 @@ import numpy as np
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.core.clock import SystemClock
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.target.base import Drafts, StepResult

@@ -22,9 +22,7 @@ Address = Annotated[
 
 
 def scale(
-    drafters: Annotated[
-        list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2; auto: as many as pay.")
-    ],
+    drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
     run: Run = None,
     address: Address = "auto",
 ) -> None:
@@ -34,8 +32,7 @@ def scale(
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
-    shown = (f"{method}={'auto' if count is None else count}" for method, count in wanted.items())
-    say(console, f"run {name}: wanted now {', '.join(shown)}")
+    say(console, f"run {name}: wanted now {', '.join(f'{method}={count}' for method, count in wanted.items())}")
     console.print(status_table(rows))
     pending = [row for row in rows if row["phase"] == "pending" and row["method"] in wanted]
     for row in pending[:MOST_PENDING]:
@@ -87,12 +84,12 @@ def _actors(name: str, rows: Sequence[Mapping[str, Any]]) -> Group:
     return Group(Text(f"run {name}"), status_table(rows), *([ladder] if ladder is not None else []))
 
 
-def parse_scale(items: Sequence[str]) -> dict[str, int | None]:
-    """`["ngram=2"]` → `{"ngram": 2}`, None for `auto`. Raises InputError for an item that is not METHOD=N."""
-    wanted: dict[str, int | None] = {}
+def parse_scale(items: Sequence[str]) -> dict[str, int]:
+    """`["ngram=2"]` → `{"ngram": 2}`. Raises InputError for an item that is not METHOD=N."""
+    wanted: dict[str, int] = {}
     for item in items:
         method, separator, count = item.partition("=")
-        if not (method and separator and (count.isdecimal() or count == "auto")):
-            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more, or auto; for example ngram=2")
-        wanted[method] = None if count == "auto" else int(count)
+        if not (method and separator and count.isdecimal()):
+            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
+        wanted[method] = int(count)
     return wanted

@@ -24,7 +24,7 @@ from specactor_ray.cli.doctor import doctor, init
 from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.live import scale, status
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
-from specactor_ray.cli.plan import plan, profile
+from specactor_ray.cli.plan import plan
 from specactor_ray.cli.report import (
     alarm_lines,
     config_keys_table,
@@ -183,7 +183,7 @@ def submit(
     raise typer.Exit(submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr)))
 
 
-for command in (demo, init, doctor, config, rollout, train, serve, status, scale, profile, plan):
+for command in (demo, init, doctor, config, rollout, train, serve, status, scale, plan):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(submit)
 app.add_typer(bench, name="bench")

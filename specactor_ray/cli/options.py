@@ -61,7 +61,7 @@ def split_items(text: str) -> list[str]:
 
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:
-    """The configuration for a comparison of modes on the same cores. With a profile `mode: auto` is resolved for
+    """The configuration for a comparison of modes on the same cores. With `profile` `mode: auto` is resolved for
     `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `resolve_by_profile`."""
     from specactor_ray.config.schema import ModeName
     from specactor_ray.rollout.planning import as_decoupled, resolve_by_profile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,9 +139,7 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
 def speed_table(point: Mapping[str, Any]) -> Table:
     """Speed of each variant, and its ratio to the baseline."""
     results, device = point["results"], point["device"]
-    has_latency = any(result["latency_s"] for result in results)
     columns = ["variant", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x", "length"]
-    columns += ["latency s", "95%"] if has_latency else []
     table = _table("speed", columns, text=("variant",))
     for result in results:
         name, ratio = result["variant"], f"{point['ratios'][result['variant']]:.2f}"
@@ -155,13 +152,9 @@ def speed_table(point: Mapping[str, Any]) -> Table:
             f"{ratio}*" if name == point["baseline"] else ratio,
             f"{result['acceptance_length']:.2f}",
         ]
-        if has_latency:
-            latency = sorted(result["latency_s"])
-            cells += [f"{fmean(latency):.2f}", f"{latency[int(0.95 * len(latency))]:.2f}"] if latency else ["-", "-"]
         table.add_row(name, *cells)
     captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
     captions += ["length: acceptance length, tokens per request and verify step."]
-    captions += ["latency s: mean of the requests, and what 95% of them stay below."] if has_latency else []
     table.caption = "\n".join(captions)
     return table
 

@@ -237,3 +237,23 @@ def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits)
     if drafter.online.where is not OnlineWhere.off and checkpoint is not Checkpoint.HEAD:
         problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
         raise ConfigError(f"{key}.online.where", problem, "use off.")
+
+
+def scale_refusal(config: Config, method: str, number: int) -> ConfigError | None:
+    """Why a run of this configuration cannot have `number` draft actors of `method`; None when it can."""
+    known = [drafter.method for drafter in config.drafters]
+    if config.mode is ModeName.plain:
+        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")
+    if config.mode is ModeName.coupled:
+        problem = "'coupled' has no draft actors to scale: the verifiers draft themselves."
+        return ConfigError("mode", problem, "start the run with mode=decoupled.")
+    if method not in known:
+        fix = f"use one of {', '.join(known)}."
+        return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
+    if method not in draft_actors(config):
+        key = f"drafters.{known.index(method)}.hosted"
+        problem = f"verifiers draft by {method} themselves, so it has no draft actors to scale."
+        return ConfigError(key, problem, f"start the run with {key}=false.")
+    if not isinstance(number, int) or number < 0:
+        return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
+    return None

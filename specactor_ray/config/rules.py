@@ -224,10 +224,6 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
         if drafter.hosted and not is_hosted(drafter, mode, f"drafters.{index}"):
             problem = f"true, but verifiers run models only in mode=coupled, and mode is {mode.value!r}."
             yield f"drafters.{index}.hosted", problem, "leave it out, or use mode=coupled."
-        if drafter.max_replicas is not None and is_hosted(drafter, mode, f"drafters.{index}"):
-            problem = f"verifiers draft by {drafter.method} themselves, so it has no draft actors to scale."
-            fix = f"leave it out, or use mode=decoupled and drafters.{index}.hosted=false."
-            yield f"drafters.{index}.max_replicas", problem, fix
 
 
 def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
@@ -247,13 +243,6 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
     if drafter.min_match > drafter.max_match:
         problem = f"{drafter.min_match} is above max_match ({drafter.max_match}): nothing could ever match."
         yield f"{key}.min_match", problem, "lower min_match or raise max_match."
-    least, most = drafter.min_replicas, drafter.max_replicas
-    if most is None and least:
-        problem = f"{least}, but without max_replicas the number of draft actors is not changed."
-        yield f"{key}.min_replicas", problem, f"set {key}.max_replicas, or leave it out."
-    if most is not None and not least <= drafter.replicas <= most:
-        problem = f"{drafter.replicas} is not between min_replicas ({least}) and max_replicas ({most})."
-        yield f"{key}.replicas", problem, "start with a number between them."
     online = drafter.online
     if online.batch_tokens > online.buffer_tokens:
         problem = f"{online.batch_tokens} positions a step, but only {online.buffer_tokens} are kept."

@@ -48,7 +48,7 @@ class ModeName(str, Enum):
     """Way of drafting for requests."""
 
     auto = "auto"
-    """The fastest by the measured costs of `profile`; without one coupled or decoupled, by the existing devices."""
+    """The fastest by the costs in `profile`; without one coupled or decoupled, by the existing devices."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -195,11 +195,6 @@ class DrafterConfig:
     `decoupled`, and `mode: auto` is then `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 turns the method off."""
-    min_replicas: int = at_least(0, default=0)
-    """Fewest draft actors after scaling down by the controller; see `max_replicas`."""
-    max_replicas: int | None = at_least(1, default=None)
-    """Most draft actors after scaling up by the controller, by their benefit (section `elastic`); `replicas` is the
-    start. Default: no automatic scaling. `mode: auto` with it is `decoupled`."""
     cores: float = 1.0
     """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that other draft
     actors of the run share, never a verifier. Hosted: unused, but `mode: auto` on CPUs gives them to the verifier."""
@@ -265,19 +260,6 @@ class SpeculationConfig:
 
 
 @dataclass
-class ElasticConfig:
-    """Conditions for changing the number of draft actors of methods with `max_replicas`."""
-
-    up_s: float = at_least(0, default=20.0)
-    """Seconds for which more draft actors must be predicted to pay before some are added."""
-    down_s: float = at_least(0, default=60.0)
-    """Seconds for which fewer must be better, or verifiers idle, before some are removed."""
-    devices_weight: float = at_least(0, default=1.0)
-    """Weight of devices against speed: the number of draft actors is the one with the most tokens/s divided by (GPUs,
-    or cores) ** devices_weight. 1: most tokens/s per device; 0: most tokens/s."""
-
-
-@dataclass
 class DataConfig:
     """Prompts."""
 
@@ -318,10 +300,10 @@ class Config:
     by `profile` if it is set; else for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
     GPUs `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
     profile: str | None = not_empty()
-    """The file that `specactor profile` wrote. With it `mode: auto` chooses, by measured costs, the mode (plain
-    included), target.replicas, target.cores, target.max_batch, the draft method with its replicas and cores, and
-    speculation.window: for all cores (or GPUs) of a `local` cluster, elsewhere for those that the configuration needs
-    as written. A profile of another target, other hardware or another torch is not used, with a warning."""
+    """`summary.json` of an earlier run of this target with drafts, on the same kind of machine. With it `mode: auto`
+    chooses, by the costs and acceptance that the run measured, the mode (plain included), target.replicas,
+    target.cores, target.max_batch, the draft method with its replicas and cores, and speculation.window: for all cores
+    (or GPUs) of a `local` cluster, elsewhere for those that the configuration needs as written."""
     run: RunConfig = field(default_factory=RunConfig)
     """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -332,8 +314,6 @@ class Config:
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Distance that drafters run ahead, and longest wait of a verifier."""
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    """Automatic scaling of the number of draft actors."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling of tokens."""
     data: DataConfig = field(default_factory=DataConfig)

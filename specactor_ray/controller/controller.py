@@ -22,9 +22,8 @@ from specactor_ray.cluster.backend import Backend, RayBackend, end_with_raylet, 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import list_runs
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, new_run_name
-from specactor_ray.config.methods import draft_actors, drafter_specs
+from specactor_ray.config.methods import draft_actors, drafter_specs, scale_refusal
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.elastic import Elastic, scale_refusal
 from specactor_ray.controller.fleet import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Fleet
 from specactor_ray.controller.members import ActorClasses, next_view
 from specactor_ray.controller.reconcile import ReplacementLimits
@@ -94,7 +93,6 @@ class Controller:
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
         limits = limits or ReplacementLimits.from_config(config.cluster)
         self._fleet = Fleet(config, run, self._backend, limits, classes)
-        self._elastic = Elastic(config)
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
         """Changes that other threads request; carried out at the beginning of a round, once the run has started."""
@@ -121,9 +119,9 @@ class Controller:
         """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""
         return self._status
 
-    def scale(self, drafters: Mapping[str, int | None]) -> None:
+    def scale(self, drafters: Mapping[str, int]) -> None:
         """Set the number of draft actors of each method, once the run has started; returns before it is reached. A
-        number ends the scaling of a method by its load, None begins it again. A ConfigError changes nothing."""
+        ConfigError changes nothing."""
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
@@ -174,12 +172,10 @@ class Controller:
         while self._requests:
             self._requests.popleft()()
 
-    def _scale(self, drafters: Mapping[str, int | None]) -> None:
+    def _scale(self, drafters: Mapping[str, int]) -> None:
         for method, number in drafters.items():
-            self._elastic.hold(method, number is not None)
             self._fleet.failures.pop(method, None)
-            if number is not None:
-                self._desired[method] = number
+            self._desired[method] = number
 
     def _hurry(self, actor_id: str) -> None:
         if (member := self._fleet.members.get(actor_id)) is not None:
@@ -210,7 +206,6 @@ class Controller:
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
             self._guarded("requests", self._take_requests)
-            self._guarded("scale by load", self._scale_by_load)
             self._round(self._guarded)
             self._wake.wait(_TICK_S if self._weights.is_settled() else _SYNC_TICK_S)
             self._wake.clear()
@@ -231,10 +226,6 @@ class Controller:
         except Exception:
             logger.exception("step %r of the controller failed", name)
             self._stopping.wait(1.0)  # no hot loop of a repeated failure
-
-    def _scale_by_load(self) -> None:
-        members, given_up = self._fleet.members.values(), self._fleet.given_up()
-        self._desired.update(self._elastic.revise(members, self._desired, given_up, self._clock.now()))
 
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return."""

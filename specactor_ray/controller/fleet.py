@@ -186,10 +186,6 @@ class Fleet:
                 self._remove(action, now)
         self._seating.trim(desired)
 
-    def given_up(self) -> set[str]:
-        """Draft methods of which no more actors are started."""
-        return {key for key, record in self.failures.items() if is_given_up(key, record, self._limits)}
-
     def end(self) -> bool:
         """Stop the loops in order, end all processes, and release all seats. Bounded in time. Returns whether every
         process is verified to be gone."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -164,17 +163,6 @@ class PhaseProgress:
 def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
     """Callback for a phase that makes tokens, called with their number so far."""
     return lambda tokens: progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
-
-
-def show_steps(progress: PhaseProgress, total: int) -> Callable[[str], None]:
-    """Callback for a phase of `total` counted steps, called after each with its description."""
-    numbers = itertools.count(1)
-
-    def show(what: str) -> None:
-        done = next(numbers)
-        progress.update(done, f"{done}/{total}, {what}")
-
-    return show
 
 
 @dataclass(frozen=True, slots=True)

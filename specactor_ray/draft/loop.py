@@ -20,9 +20,9 @@ from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.config.schema import MAX_BRANCHES
 from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
 from specactor_ray.core.machine import fallbacks
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, TailBatch, WeightSet

@@ -1,4 +1,4 @@
-"""Identity of models and draft methods in measured figures."""
+"""Identity of models in recorded files."""
 
 from __future__ import annotations
 
@@ -7,25 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.models.checkpoint_files import read_config
 from specactor_ray.models.loading import load_model_config
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
-_NOT_THE_METHOD = (
-    "hosted",
-    "replicas",
-    "min_replicas",
-    "max_replicas",
-    "cores",
-    "gpus",
-    "window",
-    "max_batch",
-    "kv_cache_gb",
-    "online",
-    "model",
-)
-"""Keys of a drafter's section that change neither its cost per token nor its guesses."""
 
 
 def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -40,28 +25,3 @@ def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> di
         config.pop(key, None)
     canonical = json.dumps(config, sort_keys=True, default=str)
     return {"name": name, "dtype": dtype, "config_hash": hashlib.sha256(canonical.encode()).hexdigest()[:16]}
-
-
-def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
-    """Identity of a draft method's figures: its settings, and its model if it has one. Raises as `model_identity`."""
-    settings = {name: value for name, value in vars(drafter).items() if name not in _NOT_THE_METHOD}
-    if not drafter.model:
-        del settings["dtype"]
-    model = drafter.model and model_identity(drafter.model, drafter.dtype, drafter.trust_remote_code)
-    return {**settings, "model": model}
-
-
-def same_method(measured: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Whether figures of one method hold for the other. The model's path and keys added later are ignored."""
-    common = (measured.keys() & here.keys()) - {"model"}
-    if any(measured[name] != here[name] for name in common):
-        return False
-    hashes = [identity["model"] and identity["model"]["config_hash"] for identity in (measured, here)]
-    return bool(hashes[0] == hashes[1])
-
-
-def gpu_name() -> str | None:
-    """Product name of the first GPU; None where there is none."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

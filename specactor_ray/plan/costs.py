@@ -1,240 +1,213 @@
-"""Costs of drafting and verifying: measured points with the grid between them, and means of running steps.
+"""Costs of verifying and drafting as a run measured them: the section `costs` of its `summary.json`.
 
-    D(g, b)    seconds to draft one token for each of b requests on g devices
-    V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
+    V(g, n)  seconds of a verify step over n positions on g devices
+    D(g, n)  seconds to draft one token for each of n requests (or of their branches) on g devices
 
-SpecActor fits lines over b. Steps bend where a device is saturated, so costs are interpolated; docs/design/plan.md.
+Verifiers and drafters learn them for their own decisions (`core/step_cost.py`). The section has
+
+    target    the keys of the target that decide what its steps cost
+    verify    devices → points (positions, seconds) of V
+    drafters  method → its `model`, and `seconds`: devices → points of D; lookups have none, they count as free
+    supply    share of requests with a usable draft tail, in the steps in which drafting was not suspended
+    ladder    each method at each range of output positions: `drafted` tokens and their `acceptance`, the chance of one
+              after right ones; `token_s`, its seconds, and `tgs`, the predicted tokens per second of a request
+
+over all verifiers and draft actors. Measured hardware of the simulator (`conf/simulation/hardware/*.json`) has the same
+form.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.errors import InputError
+from specactor_ray.config.schema import Config
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.step_cost import range_number
 
-_FAR = 64
-"""The grid is extended on straight lines to this multiple of its last knots; beyond that it is flat."""
+Points = Iterable[tuple[float, float]]
 
-Point = tuple[float, float, float]
-"""(rows, positions per row, context per row)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostPoint:
-    """One measured cost: the median `seconds` of the repeats, for requests of `context` tokens of prompt and output.
-    For drafting, `window` is 0 and `seconds` are those of one token per request."""
-
-    devices: int
-    window: int
-    context: int
-    batch: int
-    seconds: float
+TARGET_KEYS = ("model", "dtype", "backend", "gpus", "tensor_parallel")
+"""Keys of `target` with which costs hold."""
+_LEAST_POINTS = 2
+"""Least points of V: with one nothing states what a further position costs."""
+_ANOTHER = "name the summary.json of a run with drafts that has ended, or leave it out."
 
 
-class GridCost:
-    """Seconds of a step, interpolated linearly along each axis of a measured grid.
+class StepTimes:
+    """Seconds of a step by its positions: straight lines between the points, never falling. Before the first point a
+    step is as long as there; after the last it follows the line from the first to the last. Without points it takes no
+    time."""
 
-    Beyond the last knot of an axis the grid follows the line through the last two, before the first it is flat. Noise
-    is smoothed upwards, so more work never costs less. A prompt position costs as much as a position of the largest
-    measured step.
-
-    InputError: There are no points, or one of the grid is missing.
-    """
-
-    def __init__(self, seconds: Mapping[Point, float]) -> None:
-        if not seconds:
-            raise InputError("no steps were measured")
-        axes = [sorted({point[axis] for point in seconds}) for axis in range(3)]
-        self.knots = tuple(tuple(axis) for axis in axes)
-        """Measured rows, positions per row, contexts."""
-        points = list(itertools.product(axes[0], axes[1], axes[2]))
-        if missing := [point for point in points if point not in seconds]:
-            rows, positions, context = missing[0]
-            raise InputError(f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing")
-        grid = np.array([seconds[point] for point in points]).reshape([len(axis) for axis in axes])
-        self._position_s = float(grid[-1, -1, -1]) / (axes[0][-1] * axes[1][-1])
-        for axis, knots in enumerate(axes):
-            if len(knots) > 1:
-                before, last = grid.take(-2, axis), grid.take(-1, axis)
-                far = max(knots[-1], 1.0) * _FAR
-                slope = np.maximum(last - before, 0.0) / (knots[-1] - knots[-2])
-                grid = np.append(grid, np.expand_dims(last + slope * (far - knots[-1]), axis), axis)
-                knots.append(far)
-        for axis in range(3):
-            grid = np.maximum.accumulate(grid, axis=axis)
-        self._axes = axes
-        self._grid: list[list[list[float]]] = np.pad(grid, (0, 1), mode="edge").tolist()
-        """Seconds of each cell, the last cell of each axis twice, so that every cell has a next one."""
-
-    def seconds(self, rows: float, positions: float, context_tokens: float, prefill_tokens: int = 0) -> float:
-        """Seconds of a step; positions and context are those of all rows."""
-        prefill_s = self._position_s * prefill_tokens
-        if rows <= 0:
-            return prefill_s
-        r, fr = _place(self._axes[0], rows)
-        p, fp = _place(self._axes[1], positions / rows)
-        c, fc = _place(self._axes[2], context_tokens / rows)
-        low, high = _bilinear(self._grid[r], p, fp, c, fc), _bilinear(self._grid[r + 1], p, fp, c, fc)
-        return (1.0 - fr) * low + fr * high + prefill_s
-
-    def step(self, batch: float, context: float, window: int = 0) -> float:
-        """D, or V at this window, for requests of `context` tokens each."""
-        return self.seconds(batch, batch * (window + 1), batch * context)
-
-
-def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
-    """Device count → costs measured on that many devices, ascending. InputError: a point of a grid is missing."""
-    measured: dict[int, dict[Point, float]] = {}
-    for point in points:
-        measured.setdefault(point.devices, {})[point.batch, point.window + 1, point.context] = point.seconds
-    return {devices: GridCost(measured[devices]) for devices in sorted(measured)}
-
-
-def _place(knots: Sequence[float], x: float) -> tuple[int, float]:
-    """Index of the knot before x, and the part of the way to the next knot at which x lies."""
-    if x <= knots[0]:
-        return 0, 0.0
-    if x >= knots[-1]:
-        return len(knots) - 1, 0.0
-    index = bisect_right(knots, x) - 1
-    return index, (x - knots[index]) / (knots[index + 1] - knots[index])
-
-
-def _bilinear(plane: list[list[float]], p: int, fp: float, c: int, fc: float) -> float:
-    low, high = plane[p], plane[p + 1]
-    first = low[c] + fc * (low[c + 1] - low[c])
-    return first + fp * (high[c] + fc * (high[c + 1] - high[c]) - first)
-
-
-# ---- learned ----
-
-_RANGES = 64
-_LEAST_WEIGHT = 0.15
-"""Least weight of the newest step in the moving mean of its range."""
-_SLOPE_WEIGHT = 0.02
-"""Least weight of the newest step in the slope of its range."""
-_ERRORS = 2.0
-"""Standard errors by which a slope must differ from that between ranges to count."""
-_LEAST_STEPS = 8
-"""Least steps of a range with a slope of its own."""
-_OUTLIER = 3.0
-"""Factor of the mean to which an interrupted step is limited."""
-_FORGET_STEPS = 256
-"""Steps without an observation after which a range is dropped."""
-_REFIT_EVERY = 4
-
-
-class StepCost:
-    """Moving means per range of position counts, made monotone, with straight lines between. Where the steps of a range
-    show another slope than those lines, the range has it, so stairs at the ends of ranges are kept: those of matrix
-    products in tiles of 64 and, above 256 positions, 128.
-
-    Above the largest known range further positions cost nothing, below the smallest each position costs its share, so
-    longer and shorter steps are tried, and again when they were dropped."""
-
-    def __init__(self) -> None:
-        self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES
-        self._count, self._seen = [0] * _RANGES, [-_FORGET_STEPS] * _RANGES
-        self._squares = [[0.0, 0.0, 0.0] for _ in range(_RANGES)]
-        """By range, moving means of squared deviations of positions, of their products with those of seconds, and of
-        squared ones of seconds."""
-        self._steps = 0
-        self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
-
-    def record(self, num_tokens: int, seconds: float) -> None:
-        """Record the seconds of a step over `num_tokens` positions; invalid values are ignored."""
-        if num_tokens < 1 or not 0.0 < seconds < float("inf"):
-            return
-        self._steps += 1
-        at = range_number(num_tokens)
-        is_new = self._steps - self._seen[at] > _FORGET_STEPS
-        if is_new:
-            self._count[at] = 0
-        self._count[at] += 1
-        count = self._count[at]
-        if count > 3:
-            seconds = min(seconds, _OUTLIER * self._seconds[at])
-        more, longer = num_tokens - self._tokens[at], seconds - self._seconds[at]
-        if count > 1:
-            weight = max(1.0 / (count - 1), _SLOPE_WEIGHT)
-            xx, xy, yy = self._squares[at] if count > 2 else (0.0, 0.0, 0.0)
-            self._squares[at] = [
-                xx + weight * (more * more - xx),
-                xy + weight * (more * longer - xy),
-                yy + weight * (longer * longer - yy),
-            ]
-        weight = max(1.0 / count, _LEAST_WEIGHT)
-        self._seconds[at] += weight * longer
-        self._tokens[at] += weight * more
-        self._seen[at] = self._steps
-        if is_new or self._steps % _REFIT_EVERY == 0:
-            self._fit()
-
-    def curve(self, num_rows: int, most: int) -> np.ndarray:
-        """`(most + 1,)`: seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
-        seconds: np.ndarray = np.interp(np.arange(num_rows, num_rows + most + 1), *self._knots)
-        return seconds
-
-    def difference(self, num_tokens: int, fewer: int) -> float:
-        """Additional seconds of a step with `num_tokens` positions over one with `fewer`."""
-        more_s, less_s = np.interp((num_tokens, fewer), *self._knots)
-        return max(float(more_s - less_s), 0.0)
-
-    def points(self) -> list[tuple[float, float]]:
-        """Positions and seconds of the known ranges; for any thread."""
-        tokens, seconds = self._knots
-        return list(zip(tokens[1:].tolist(), seconds[1:].tolist(), strict=True)) if self._steps else []
+    def __init__(self, points: Points = ()) -> None:
+        positions, seconds = np.array(sorted(points) or [(1.0, 0.0)], np.float64).T
+        self._positions, self._seconds = positions, np.maximum.accumulate(seconds)
+        rise, run = self._seconds[-1] - self._seconds[0], positions[-1] - positions[0]
+        self._slope = float(rise / run) if run else 0.0
 
     @property
-    def is_known(self) -> bool:
-        """Whether a step was recorded."""
-        return self._steps > 0
+    def range(self) -> tuple[float, float]:
+        """The fewest and the most measured positions."""
+        return float(self._positions[0]), float(self._positions[-1])
 
-    def _fit(self) -> None:
-        oldest = self._steps - _FORGET_STEPS
-        known = [at for at in range(_RANGES) if self._count[at] and self._seen[at] >= oldest]
-        tokens, seconds = [self._tokens[at] for at in known], np.array([self._seconds[at] for at in known])
-        rising, falling = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
-        x, y = [0.0, *tokens], [0.0, *((rising + falling) / 2.0).tolist()]
-        lines = np.interp([_ENDS[at] for at in known], x, y).tolist()
-        knots = dict(zip(x, y, strict=True))
-        for index, at in enumerate(known, 1):
-            (xx, xy, yy), count = self._squares[at], self._count[at]
-            if count < _LEAST_STEPS or xx <= 0.0:
-                continue
-            (first, last), (low, high) = _ENDS[at], lines[index - 1]
-            slope = max(xy / xx, 0.0)
-            error = _ERRORS**2 * max(yy - xy * xy / xx, 0.0) / (xx * min(count, 1.0 / _SLOPE_WEIGHT))
-            differs = (slope - (high - low) / (last - first)) ** 2
-            if differs > error and first < x[index] < last:
-                share, here = 1.0 - error / differs, y[index]
-                least = y[index - 1] if index > 1 else here * first / x[1]
-                most = y[index + 1] if index < len(known) else here
-                below, above = here - slope * (x[index] - first), here + slope * (last - x[index])
-                knots[first] = min(max(low + share * (below - low), least), here)
-                knots[last] = min(max(high + share * (above - high), here), most)
-        places = sorted(knots)
-        self._knots = np.array(places), np.array([knots[place] for place in places])
+    def seconds(self, positions: float) -> float:
+        beyond = max(positions - float(self._positions[-1]), 0.0)
+        return float(np.interp(positions, self._positions, self._seconds)) + self._slope * beyond
 
 
-def range_number(num_tokens: int) -> int:
-    """Number of the range, of 1, 2, 3, 4, 5-6, 7-8, 9-12, ..., 385-512: two per doubling; then 513-640, ...: four."""
-    octave = (num_tokens - 1).bit_length()
-    if octave < 10:
-        return 2 * octave + (4 * num_tokens > 3 << octave)
-    return min(4 * octave - 24 + (num_tokens - 1 >> octave - 3), _RANGES - 1)
+@dataclass(frozen=True)
+class DraftCosts:
+    """Costs of a draft method."""
+
+    model: str | None
+    seconds: Mapping[int, StepTimes]
+    """Device count → D."""
 
 
-def ends_of(number: int) -> tuple[int, int]:
-    """First and last position count of a range."""
-    octave, part, parts = (*divmod(number, 2), 2) if number < 20 else (number // 4 + 5, number % 4, 4)
-    begin = 1 << octave >> 1
-    return begin + begin * part // parts + 1, max(begin + begin * (part + 1) // parts, 1)
+@dataclass(frozen=True)
+class Costs:
+    """The section `costs`."""
+
+    target: Mapping[str, Any]
+    """Values of `TARGET_KEYS`."""
+    verify: Mapping[int, StepTimes]
+    """Device count → V."""
+    drafters: Mapping[str, DraftCosts]
+    supply: float
+    """Share of requests with a tail in a step."""
+    acceptance: Mapping[str, float]
+    """Tried method → chance that a draft token is right where those before it are."""
 
 
-_ENDS = tuple(map(ends_of, range(_RANGES)))
+def measured_costs(config: Config, actors: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The section of a run, by the rows of its actors (`Rollout.status`)."""
+    target, verify, ladder = config.target, list[Any](), list[Mapping[str, Any]]()
+    devices = target.gpus or target.cores
+    own = {one.method: one.gpus if target.gpus else math.ceil(one.cores) for one in config.drafters}
+    drafting: dict[str, dict[int, list[Any]]] = {one.method: defaultdict(list) for one in config.drafters}
+    counted = [row.get("counters") or {} for row in actors]
+    for counters in counted:
+        verify += counters.get("cost", ()) if "ladder" in counters else ()
+        ladder += counters.get("ladder", ())
+        hosted = [(one, devices) for one in counters.get("inline", {}).values()]
+        for one, count in [*hosted, *([(counters, 0)] if "health" in counters else [])]:
+            method = one["health"]["method"]
+            if one["cost"] and (number := count or own[method]):  # none: on cores beside a target on GPUs
+                drafting[method][number] += one["cost"]
+    return {
+        "target": {name: getattr(target, name) for name in TARGET_KEYS},
+        "verify": {str(devices): _merged(verify)},
+        "drafters": {
+            one.method: {
+                "model": one.model,
+                "seconds": {str(count): _merged(points) for count, points in drafting[one.method].items()},
+            }
+            for one in config.drafters
+        },
+        "supply": _supply(one for one in counted if "ladder" in one),
+        "ladder": _ladder(ladder),
+    }
+
+
+def _merged(points: Points) -> list[list[float]]:
+    """Points of several actors: the mean of each range of positions, ascending."""
+    ranges: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for positions, seconds in points:
+        ranges[range_number(max(round(positions), 1))].append((positions, seconds))
+    means = (np.mean(ranges[number], axis=0).tolist() for number in sorted(ranges))
+    return [[round(positions, 2), round(seconds, 8)] for positions, seconds in means]
+
+
+def _supply(verifiers: Iterable[Mapping[str, Any]]) -> float:
+    supplied = rows = 0.0
+    for one in verifiers:
+        supplied += one["supplied_row_steps"]
+        rows += one["row_steps"] * (1.0 - one["suspended_steps"] / max(one["steps"], 1))
+    return round(min(supplied / rows, 1.0), 4) if rows else 0.0
+
+
+def _ladder(standings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Standings of several verifiers: each method and range once, weighted by its draft tokens."""
+    places: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for one in standings:
+        places[one["method"], one["positions"]].append(one)
+    found = []
+    for (method, positions), ones in places.items():
+        weights = [one["drafted"] for one in ones]
+        means = {name: _mean(weights, [one[name] for one in ones]) for name in ("acceptance", "token_s", "tgs")}
+        found.append({"method": method, "positions": positions, "drafted": sum(weights), **means})
+    return found
+
+
+def _mean(weights: list[float], values: list[float]) -> float:
+    return float(np.average(values, weights=weights))
+
+
+def load_costs(path: str | Path, key: str = "profile") -> Costs:
+    """Read the section of a file. Raises ConfigError for `key`: the file does not exist, is damaged, or has no costs of
+    at least two sizes of steps."""
+    path = Path(path).expanduser()
+    try:
+        data = parse_json(read_foreign(path))
+    except FileNotFoundError:
+        raise ConfigError(key, f"there is no file {path}.", _ANOTHER) from None
+    except OSError as error:
+        raise ConfigError(key, f"{path} cannot be read ({error.strerror}).", _ANOTHER) from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ConfigError(key, f"{path} is truncated or damaged: {error}.", _ANOTHER) from None
+    if not isinstance(data, dict) or "costs" not in data:
+        raise ConfigError(key, f"{path} has no section `costs`.", _ANOTHER)
+    try:
+        costs = _costs(data["costs"])
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"the section `costs` of {path} is not sound: {type(error).__name__}: {error}."
+        raise ConfigError(key, problem, _ANOTHER) from None
+    if not costs.verify:
+        problem = f"{path} has the cost of less than {_LEAST_POINTS} sizes of verify steps, so its run was too short."
+        raise ConfigError(key, problem, _ANOTHER)
+    return costs
+
+
+def _costs(section: Mapping[str, Any]) -> Costs:
+    verify = {_count(count): _checked(points) for count, points in section["verify"].items()}
+    drafters = {
+        method: DraftCosts(
+            one["model"], {_count(n): StepTimes(_checked(points)) for n, points in one["seconds"].items()}
+        )
+        for method, one in section["drafters"].items()
+    }
+    if not 0.0 <= section["supply"] <= 1.0:
+        raise ValueError(f"supply is {section['supply']}")
+    hits, tries = defaultdict[str, float](float), defaultdict[str, float](float)
+    for one in section["ladder"]:
+        if not (one["drafted"] > 0.0 and 0.0 <= one["acceptance"] <= 1.0):
+            raise ValueError(f"{one['method']}: acceptance {one['acceptance']} of {one['drafted']} draft tokens")
+        hits[one["method"]] += one["drafted"] * one["acceptance"]
+        tries[one["method"]] += one["drafted"]
+    return Costs(
+        {name: section["target"][name] for name in TARGET_KEYS},
+        {count: StepTimes(points) for count, points in sorted(verify.items()) if len(points) >= _LEAST_POINTS},
+        drafters,
+        section["supply"],
+        {method: hits[method] / tries[method] for method in tries},
+    )
+
+
+def _count(devices: str) -> int:
+    if (count := int(devices)) < 1:
+        raise ValueError(f"steps on {count} devices")
+    return count
+
+
+def _checked(points: Points) -> list[tuple[float, float]]:
+    found = [(float(positions), float(seconds)) for positions, seconds in points]
+    if not all(0.0 < value < math.inf for point in found for value in point):
+        raise ValueError("a step has no positions, took no time, or never ended")
+    return found

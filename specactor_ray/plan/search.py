@@ -1,8 +1,8 @@
 """Search of the fastest layout, draft method, mode and window: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
 D and V are those of `costs.py`. With `S_i` the chance that the first `i` draft tokens are all right (`p^i` in the
-paper), a window of `w` tokens, `D` seconds per drafted token and `V(w)` seconds to verify `w + 1` positions, one
-iteration commits τ tokens of a request in IL seconds, and TGS = τ / IL:
+paper), a window of `w` tokens, `D` seconds per drafted token and `V(w)` seconds to verify `w + 1` positions of each
+request, one iteration commits τ tokens of a request in IL seconds, and TGS = τ / IL:
 
     plain      IL = V(0)                                        τ = 1
     coupled    IL = w·D + V(w)                                  τ = Σ_{i=0}^{w} S_i
@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import GridCost
+from specactor_ray.plan.costs import StepTimes
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -55,14 +54,16 @@ _RIGHT = _BEHIND_WRONG * np.cumprod(np.append(1.0, 1.0 - _BEHIND_WRONG[:-1]))
 class Method:
     """Measurements of a draft method."""
 
-    costs: Mapping[int, GridCost]
+    costs: Mapping[int, StepTimes]
     """Device count → D."""
     survival: np.ndarray
-    """`(depth + 1,)` S_0 = 1, S_1, ...: the share of steps at which the first i draft tokens were there and right."""
+    """`(window + 1,)` S_0 = 1, S_1, ...: chance that the first i tokens of a tail are right."""
     free: bool = False
     """Whether it uses none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+    supply: float = 1.0
+    """Share of requests that have a tail in a step; the others decode plainly in it."""
     branches: int = 0
-    """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
+    """Most branches of a request. A forward over them costs the rows of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,6 @@ class Plan:
     """G."""
     batch: int
     """B: requests of the whole cluster."""
-    context: float
-    """Mean tokens of prompt and output of a request."""
     predictions: tuple[Candidate, ...]
     """Every layout that can be predicted, fastest first."""
     rejected: tuple[str, ...]
@@ -120,12 +119,11 @@ class Plan:
 
 
 def search_plan(
-    verify: Mapping[int, GridCost],
+    verify: Mapping[int, StepTimes],
     methods: Mapping[str, Method],
     *,
     devices: int,
     requests: int,
-    context: float,
     modes: Sequence[ModeName] = ALL_MODES,
 ) -> Plan:
     """Algorithm 1: predict every layout with every number of drafters and window, and take the one with the most tokens
@@ -136,7 +134,7 @@ def search_plan(
 
     Args:
         verify: Device count → V; these counts are the verifier configurations.
-        devices, requests, context: G, B, and their mean tokens of prompt and output.
+        devices, requests: G and B.
 
     Raises:
         InputError: No measured layout fits G devices.
@@ -150,24 +148,20 @@ def search_plan(
             continue
         method, found = None if name is None else methods[name], []
         for n_v, n_d in _counts(devices, requests, g_v, g_d):
-            batches, batch = costs.knots[0], -(-requests // n_v)
-            if len(batches) == 1 and batch != batches[0]:
-                rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
-                break
-            window, tgs = _best_step(mode, costs, method, g_d or g_v, requests / n_v, requests / (n_d or n_v), context)
-            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, window, requests * tgs))
+            window, tgs = _best_step(mode, costs, method, g_d or g_v, requests / n_v, requests / (n_d or n_v))
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, -(-requests // n_v), window, requests * tgs))
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
         predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
         wanted = " or ".join(mode.value for mode in modes)
-        raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
+        raise InputError(f"no plan: {wanted} as measured does not fit {devices} device(s), or was not measured")
     predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
-    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context))
-    return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices]))
+    return Plan(devices, requests, tuple(predictions), tuple(rejected), notes)
 
 
 def _layouts(
-    verify: Mapping[int, GridCost], methods: Mapping[str, Method], modes: Sequence[ModeName]
+    verify: Mapping[int, StepTimes], methods: Mapping[str, Method], modes: Sequence[ModeName]
 ) -> Iterator[tuple[ModeName, str | None, int, int]]:
     """Mode, method, g_d (g_v at most) and g_v of all measured layouts, in the order in which equals are chosen."""
     for mode in (mode for mode in ALL_MODES if mode in modes):
@@ -192,56 +186,47 @@ def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[i
         yield n_v, min(n_v, (devices - n_v * g_v) // g_d)
 
 
-class Cost(Protocol):
-    """Seconds of a step."""
-
-    def seconds(self, rows: float, positions: float, context_tokens: float) -> float:
-        """Positions and context are those of all rows."""
-
-
 def _best_step(
-    mode: ModeName, costs: GridCost, method: Method | None, devices: int, batch: float, rows: float, context: float
+    mode: ModeName, costs: StepTimes, method: Method | None, devices: int, batch: float, rows: float
 ) -> tuple[int, float]:
     """The best window, and its TGS. `devices`: of a drafter; `batch`, `rows`: requests of a verifier, a drafter."""
     if method is None:
-        return 0, 1.0 / costs.step(batch, context)
-    survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
+        return 0, 1.0 / costs.seconds(batch)
+    drafting, windows = method.costs[devices], range(len(method.survival))
     if mode is ModeName.coupled:
-        verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
-        rates = coupled_rates(survival[None], drafting.step(rows, context), verify)[0]
+        verify = np.array([costs.seconds(batch * (1.0 + method.supply * window)) for window in windows])
+        survival = method.survival * np.append(1.0, np.full(windows[-1], method.supply))
+        rates = coupled_rates(survival[None], drafting.seconds(rows), verify)[0]
         return int(rates.argmax()) + 1, float(rates.max())
-    return len(survival) - 1, best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
+    return windows[-1], best_ahead(costs, drafting, method, batch, rows)
 
 
-def best_ahead(
-    costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
-) -> float:
+def best_ahead(costs: StepTimes, drafting: StepTimes, method: Method, batch: float, rows: float) -> float:
     """TGS of a decoupled step with the best numbers of branches and verified tokens. `costs` and `drafting` are V and
     D; `batch` and `rows` requests of a verifier and of a drafter."""
-    window, best = len(survival) - 1, 0.0
-    for branches in (count for count in _BRANCHES if count <= most_branches):
-        chains, rate = rows * (1.0 + branches), 0.0
-        draft_s = drafting.seconds(chains, chains, rows * context)
+    window, best = len(method.survival) - 1, 0.0
+    for branches in (count for count in _BRANCHES if count <= method.branches):
+        draft_s, rate = drafting.seconds(rows * (1.0 + branches)), 0.0
         for most in (*(count for count in _VERIFIED if count < window), window):
             verified = most / 2.0
             for _ in range(_ROUNDS):
-                verify_s = costs.seconds(batch, batch * (1.0 + verified), batch * context)
+                verify_s = costs.seconds(batch * (1.0 + method.supply * verified))
                 forwards = min(verify_s / max(draft_s, TINY_S), window)
-                tau, verified = run_ahead(survival, forwards, most, branches * forwards)
-            if tau / verify_s <= rate:
+                tau, verified = run_ahead(method.survival, forwards, most, branches * forwards)
+            tgs = (1.0 + method.supply * (tau - 1.0)) / verify_s
+            if tgs <= rate:
                 break
-            rate = tau / verify_s
+            rate = tgs
         best = max(best, rate)
     return best
 
 
-def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
-    batches, positions, contexts = verify.knots
-    for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
-        if not knots[0] <= value <= knots[-1]:
-            yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
-    if chosen.window and chosen.window + 1 == positions[-1]:
-        yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
+def _notes(chosen: Candidate, verify: StepTimes) -> Iterator[str]:
+    fewest, most = verify.range
+    largest = chosen.batch * (chosen.window + 1 if chosen.mode is ModeName.coupled else 1)
+    if not fewest <= largest <= most:
+        measured = f"steps were measured over {fewest:g} to {most:g} positions"
+        yield f"{measured}, and those of the plan have up to {largest}: their cost is extrapolated"
 
 
 def _words(mode: ModeName, method: str | None, n_v: int, g_v: int, n_d: int, g_d: int) -> str:

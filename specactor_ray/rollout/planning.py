@@ -1,24 +1,23 @@
-"""`mode: auto`: the configuration to run, by the profile or by the devices. Contacts no cluster."""
+"""`mode: auto`: the configuration to run, by the costs of an earlier run or by the devices. Contacts no cluster."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.core.machine import count_gpus, fitting_dtype, hardware, versions
-from specactor_ray.plan.profile import Profile, load_profile
-from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan
-
-logger = logging.getLogger(__name__)
+from specactor_ray.core.machine import count_gpus, fitting_dtype
+from specactor_ray.plan.costs import Costs, StepTimes, load_costs
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, geometric, search_plan
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -38,8 +37,8 @@ class Devices(NamedTuple):
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
-    """Resolve `mode: auto` by the profile, if there is one that holds here, else by the devices. Returns the
-    configuration to run and lines with the choices. Errors as in `resolve_by_profile` and `resolve_mode`."""
+    """Resolve `mode: auto` by `profile`, if it is set, else by the devices. Returns the configuration to run and lines
+    with the choices. Errors as in `resolve_by_profile` and `resolve_mode`."""
     asked = config.target.dtype
     config, lines = resolve_by_profile(config)
     config, more = resolve_mode(config, existing_devices(config))
@@ -68,8 +67,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
     """Resolve `mode: auto` without a profile to coupled or decoupled, with one line for the reason; other modes are
     kept, without a line.
 
-    - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
-      `replicas: 0`, which `specactor scale` may raise): decoupled.
+    - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
+      `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
     - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
@@ -123,9 +122,7 @@ def _models_on_cores(config: Config) -> list[int]:
     return [
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
-        if (drafter.replicas or drafter.max_replicas)
-        and not drafter.gpus
-        and not traits(drafter.method, f"drafters.{number}.method").looks_up
+        if drafter.replicas and not drafter.gpus and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
 
 
@@ -148,8 +145,6 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     for index, drafter in enumerate(config.drafters):
         if drafter.hosted is False:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
-        if drafter.max_replicas is not None:
-            return ModeName.decoupled, f"drafters.{index}.max_replicas is set, so {drafter.method} has draft actors"
         if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
@@ -194,83 +189,41 @@ def _spare_cores(config: Config, devices: Devices) -> int:
 
 
 def resolve_by_profile(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """Resolve `mode: auto` to the fastest of these modes by the profile, with lines for the choices. Other modes are
-    kept, and so is `auto` without a profile or, with a warning, if the profile does not hold here. InputError: the
-    profile is missing or damaged, or no layout fits. ConfigError: the layout as written cannot be decoupled."""
+    """Resolve `mode: auto` to the fastest of these modes by the costs in `profile`, with lines for the choices. Other
+    modes are kept, and so is `auto` without a profile. Raises as `usable_costs`; InputError: no layout fits."""
     if config.mode is not ModeName.auto or config.profile is None:
         return config, []
-    try:
-        profile = usable_profile(settle(config, existing_devices(config)))
-    except ConfigError as error:
-        logger.warning("%s Until then mode=auto goes by the devices.", error)
-        unplanned = copy.copy(config)
-        unplanned.profile = None
-        return unplanned, []
     written = as_decoupled(config)
-    plan = make_plan(written, profile, modes)
+    plan = make_plan(written, usable_costs(written), modes)
     resolved = apply_plan(written, plan)
     validate(resolved)
     return resolved, [*plan.notes, f"plan: {plan.words()}"]
 
 
-def facts_of(config: Config) -> dict[str, Any]:
-    """Device, hardware, versions and model of a profile that is measured here."""
-    from specactor_ray.models.identity import gpu_name, model_identity
-
-    target, device = config.target, "cuda" if config.target.gpus else "cpu"
-    return {
-        "device": device,
-        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
-        "versions": versions(),
-        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-    }
-
-
-def usable_profile(config: Config) -> Profile:
-    """The configured profile. InputError: it is missing or damaged. ConfigError: it is not set, or was measured with
-    another model, kind of device, hardware or torch; or the target has several ranks."""
+def usable_costs(config: Config) -> Costs:
+    """The costs in the configured file. Raises ConfigError: it is not set, is damaged, has not enough figures, or they
+    are those of another target."""
     if config.profile is None:
-        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
-        raise ConfigError("profile", "is not set.", fix)
-    profile, here, where = load_profile(config.profile), facts_of(config), config.profile
-    there = profile.data
-    if config.target.tensor_parallel > 1:
-        problem = f"{where} is of one rank, and target.tensor_parallel is {config.target.tensor_parallel}."
-        raise ConfigError("profile", problem, "leave it out, or use target.tensor_parallel=1.")
-    if there["device"] != here["device"]:
-        problem = f"{where} was measured on {there['device']}, and target.gpus is {config.target.gpus}."
-        raise ConfigError("profile", problem, "name a profile of the same kind of device.")
-    if _differences(there, here, "model", "config_hash", "dtype"):
-        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there["model"], here["model"]))
-        problem = f"{where} was measured with {theirs}, and the target is {mine}."
-        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile.")
-    foreign = _differences(there, here, "hardware", "cpu", "vector", "gpu")
-    foreign += _differences(there, here, "versions", "torch")
-    if foreign:
-        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}."
-        raise ConfigError("profile", problem, "measure one here: specactor profile.")
-    return profile
+        raise ConfigError("profile", "is not set.", "name the summary of a run: profile=runs/NAME/summary.json")
+    costs, where = load_costs(config.profile), config.profile
+    for name, there in costs.target.items():
+        if there != (here := getattr(config.target, name)):
+            problem = f"{where} was measured with target.{name}={there}, and here it is {here}."
+            raise ConfigError("profile", problem, "name the summary of a run of this target, or leave it out.")
+    if not costs.acceptance:
+        problem = f"{where} has no draft ladder: its run verified no drafts, or was too short."
+        raise ConfigError("profile", problem, "name the summary of a longer run with mode=coupled or decoupled.")
+    return costs
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
-    return [
-        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
-        for name in names
-        if there[section].get(name) != here[section].get(name)
-    ]
-
-
-def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
+def make_plan(config: Config, costs: Costs, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
     """Plan with the draft methods that are both configured and measured, for all devices of a local cluster beside the
-    trainer's, or those that the configuration needs on another one. Requests have the profile's mean prompt, and half
-    of `sampling.max_tokens`. InputError if no layout fits."""
-    methods, unusable = _methods(config, profile)
-    context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
+    trainer's, or those that the configuration needs on another one. InputError if no layout fits."""
+    methods, unusable = _methods(config, costs)
     there, trainer = existing_devices(config) or devices_of(config, trains=True), config.trainer
     on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(config)
     devices = on_gpus if config.target.gpus else on_cores
-    sizes = {"devices": devices, "requests": requests_of(config), "context": context}
-    plan = search_plan(profile.verify, methods, **sizes, modes=modes)
+    plan = search_plan(costs.verify, methods, devices=devices, requests=requests_of(config), modes=modes)
     return replace(plan, notes=(*unusable, *plan.notes))
 
 
@@ -317,21 +270,25 @@ def existing_devices(config: Config) -> Devices | None:
     return Devices(cores, gpus or 0)
 
 
-def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:
-    """Configured methods that the profile has, and the others with the reason."""
-    from specactor_ray.models.identity import method_identity, same_method
-
+def _methods(config: Config, costs: Costs) -> tuple[dict[str, Method], list[str]]:
+    """Configured methods that were measured, and the others with the reason."""
     usable: dict[str, Method] = {}
     unusable: list[str] = []
-    branches = {method: spec.branches for method, spec in drafter_specs(config).items()}
+    specs = drafter_specs(replace(config, mode=ModeName.decoupled))
     for drafter in config.drafters:
-        entry = profile.data["methods"].get(drafter.method)
-        if entry is None:
-            reason = "the profile does not have it; measure again with it configured"
-        elif not same_method(entry["identity"], method_identity(drafter)):
-            reason = "the profile was measured with another model or other settings of it"
+        method, found, spec = drafter.method, costs.drafters.get(drafter.method), specs[drafter.method]
+        is_lookup = spec.traits.looks_up
+        if found is None or method not in costs.acceptance:
+            reason = "that run did not try it"
+        elif found.model != drafter.model:
+            reason = f"that run tried it with model {found.model}"
+        elif not (found.seconds or is_lookup):
+            reason = "that run has no time of its drafts"
         else:
-            usable[drafter.method] = replace(profile.methods[drafter.method], branches=branches.get(drafter.method, 0))
+            seconds = dict.fromkeys((1, *costs.verify), StepTimes()) if is_lookup else found.seconds
+            survival = geometric(np.array([costs.acceptance[method]]), spec.window)[0]
+            supply = costs.supply if is_lookup else 1.0  # a model has a guess at any time
+            usable[method] = Method(seconds, survival, is_lookup and config.target.gpus > 0, supply, spec.branches)
             continue
-        unusable.append(f"{drafter.method} is left out: {reason}")
+        unusable.append(f"{method} is left out: {reason}")
     return usable, unusable

@@ -157,9 +157,9 @@ class RunClient:
         """See `actors_status`."""
         return actors_status(self.ask, self._calls)
 
-    def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method, during the rollout. A number ends the automatic scaling of a
-        method (`drafters.N.max_replicas`), None starts it again. A ConfigError names a wrong method or number."""
+    def scale(self, drafters: Mapping[str, int]) -> None:
+        """Set the number of draft actors of each method, during the rollout. A ConfigError names a wrong method or
+        number."""
         self.ask("scale", dict(drafters))
 
     def shutdown(self) -> None:
@@ -218,9 +218,9 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
 # the name of the run, and one row per actor.
 
 
-def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Set the number of draft actors of each method; None selects it automatically, by what pays. Returns when the
-    controller has begun to act. ConfigError: the run has no such method, or a number is negative."""
+def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Set the number of draft actors of each method. Returns when the controller has begun to act. ConfigError: the run
+    has no such method, or a number is negative."""
     with _attached(run, address) as (name, ask, _):
         ask("scale", dict(drafters))
         deadline = SYSTEM.now() + _ACT_S
@@ -231,11 +231,11 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
             SYSTEM.sleep(0.1)
 
 
-def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
     """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
     for method, wanted in drafters.items():
         mine = [one for one in rows if one["method"] == method and one["phase"] != "dead"]
-        if wanted is not None and len(mine) != wanted:
+        if len(mine) != wanted:
             return False
         if any(one["phase"] == "pending" and not one["note"] for one in mine):
             return False

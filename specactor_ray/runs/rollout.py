@@ -28,6 +28,7 @@ from specactor_ray.core.progress import ProgressState, rollout_progress, start_p
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.preflight import (
     identity_of,
     max_prompt_tokens,
@@ -304,6 +305,7 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "config": yaml.safe_load(to_yaml(rollout.config)),
         "fallbacks": rollout.fallbacks(),
         "identity": identity_of(rollout.config).to_dict(),
+        "costs": measured_costs(rollout.config, actors),
         "drafters": drafter_health(actors),
         "actors": actors,
         "versions": versions(),

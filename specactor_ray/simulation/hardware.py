@@ -1,7 +1,7 @@
 """Hardware by name or file: seconds of a model's step, and size of the cache.
 
-It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml) or a profile of `specactor
-profile`.
+It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml) or measured: the `costs` of a
+run's summary.json.
 
 The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kernels, from bandwidth and peak times the
 share that kernels reach; groups, all-reduces, kernels and positions add up. For n positions on t GPUs:
@@ -30,8 +30,7 @@ from specactor_ray.config.fields import at_least, not_empty, positive, reject_va
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.core.errors import ConfigError, did_you_mean
-from specactor_ray.plan.costs import GridCost
-from specactor_ray.plan.profile import load_profile
+from specactor_ray.plan.costs import StepTimes, load_costs
 
 S = TypeVar("S")
 _FOLDER = "simulation/hardware"
@@ -239,14 +238,24 @@ class RooflineHardware:
 
 
 @dataclass(frozen=True)
+class MeasuredCost:
+    """A `ForwardCost` by the number of positions alone, prompts included."""
+
+    times: StepTimes
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        return self.times.seconds(positions + prefill_tokens)
+
+
+@dataclass(frozen=True)
 class MeasuredHardware:
-    """Steps of a profile. Its cache has no limit."""
+    """Steps of a run. Its cache has no limit."""
 
     name: str
-    steps: Mapping[tuple[str, int], GridCost]
+    steps: Mapping[tuple[str, int], MeasuredCost]
     """(model or draft method, devices) → seconds of its steps."""
 
-    def cost(self, name: str, devices: int = 1) -> GridCost:
+    def cost(self, name: str, devices: int = 1) -> MeasuredCost:
         """Seconds of a step of a model or draft method. Raises ConfigError if it was not measured on this many
         devices."""
         cost = self.steps.get((name.lower(), devices))
@@ -264,19 +273,15 @@ def shipped_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str) -> RooflineHardware | MeasuredHardware:
-    """A roofline by a shipped name (`h100`) or from a YAML file, or a profile (`.json`).
-
-    Raises:
-        ConfigError: There is no such hardware, or the file is invalid; the message names file, key and fix.
-        InputError: A profile is damaged.
-    """
+    """A roofline by a shipped name (`h100`) or from a YAML file, or the costs of a run (`.json`). ConfigError: there is
+    no such hardware, or the file is invalid; the message names file, key and fix."""
     name, names = name_or_path.lower(), shipped_hardware()
     path = SHIPPED / f"{name}.json" if name in names else Path(name_or_path).expanduser()
     if path.suffix == ".json" and path.is_file():
-        profile = load_profile(path)
-        measured = {str(profile.data["model"]["name"]): profile.verify}
-        measured |= {method: found.costs for method, found in profile.methods.items()}
-        steps = {(one.lower(), count): cost for one, costs in measured.items() for count, cost in costs.items()}
+        costs = load_costs(path, f"hardware {name_or_path}")
+        measured = {str(costs.target["model"]): costs.verify}
+        measured |= {method: found.seconds for method, found in costs.drafters.items()}
+        steps = {(one.lower(), n): MeasuredCost(times) for one, found in measured.items() for n, times in found.items()}
         return MeasuredHardware(path.stem, steps)
     path = find_file(name if name in names else path, _FOLDER)
     if not path.is_file():

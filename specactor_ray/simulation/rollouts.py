@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.planning import devices_of
@@ -16,18 +14,17 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
-from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_arrivals, draw_lengths, num_requests
+from specactor_ray.simulation.scenario import ScenarioConfig
+from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_lengths, num_requests
 from specactor_ray.simulation.world import build_world
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
 _REPORT_S = 0.5
 """Virtual seconds between reports of progress."""
-_DAY_TICK_S = 0.25
 _FIGURES = (
     *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
-    *("tokens_per_s_and_device", "ended_s", "latency_s", "events"),
+    *("tokens_per_s_and_device", "ended_s", "events"),
 )
 """Attributes of a `Result` in reports."""
 
@@ -39,18 +36,14 @@ class Result:
     variant: str
     mode: str
     devices: float
-    """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
+    """GPUs (or, without any, CPU cores) of verifiers and draft actors together."""
     draft_devices: float
     rollout_s: float = 0.0
     """Virtual seconds."""
     tokens: int = 0
     ended_s: list[float] = field(default_factory=list)
     """End of each request since the begin of the rollout."""
-    latency_s: list[float] = field(default_factory=list)
-    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
-    drafting_s: float = 0.0
-    """`daily`: seconds that draft actors held their devices, summed over devices."""
     events: int = 0
     digest: int = 0
 
@@ -119,14 +112,8 @@ class SimulatedRollouts(VirtualRun):
     def _drive(self) -> None:
         self.start_run()
         journal, begin, result = self.client.dispatcher.journal, self.clock.now(), self.result
-        if self.scenario.workload.arrival is Arrival.daily:
-            self._day(begin)
-        else:
-            self._stream(begin)
+        self._stream(begin)
         result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
-        if result.drafting_s:
-            verifying, drafting = result.devices - result.draft_devices, result.drafting_s / result.rollout_s
-            result.devices, result.draft_devices = verifying + drafting, drafting
         result.metrics = self.client.metrics()
         self.client.shutdown()
         self._done = True
@@ -143,37 +130,6 @@ class SimulatedRollouts(VirtualRun):
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError("verifiers were lost without a fault")
-
-    def _day(self, begin: float) -> None:
-        """Send requests at their times through the engine."""
-        clock, entries, result = self.clock, self.entries(), self.result
-        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} 0")
-
-        def submit(entry: JournalEntry) -> None:
-            arrived = clock.now()
-
-            def end(_future: Future[Any]) -> None:
-                result.latency_s.append(clock.now() - arrived)
-                result.ended_s.append(clock.now() - begin)
-
-            handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
-            handle.future.add_done_callback(end)
-
-        for at, entry in zip(arrivals, entries, strict=True):
-            self._count_drafters(begin + at)
-            submit(entry)
-        while len(result.ended_s) < len(entries):
-            self._count_drafters(clock.now() + _DAY_TICK_S)
-
-    def _count_drafters(self, until: float) -> None:
-        """Sleep, and add the devices of draft actors meanwhile."""
-        while (now := self.clock.now()) < until:
-            seconds = min(_DAY_TICK_S, until - now)
-            self.clock.sleep(seconds)
-            for group in self.machines.groups:
-                if group.node is not None and not group.demand.owner.startswith(f"{VERIFIER}-"):
-                    held = group.demand.gpus if self.config.target.gpus else group.demand.cpus
-                    self.result.drafting_s += seconds * held
 
     # ---- requests ----
 

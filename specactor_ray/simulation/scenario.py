@@ -44,9 +44,6 @@ class Arrival(str, Enum):
     """All requests arrive at the start of a step; the step ends with the last of them."""
     continuous = "continuous"
     """New requests wait at any time; the run ends when `workload.requests` of them have ended."""
-    daily = "daily"
-    """Single requests arrive at a rate that rises from night to day and falls again (`workload.day_s`,
-    `workload.night`); the run ends with the last of them."""
 
 
 @dataclass
@@ -66,12 +63,7 @@ class WorkloadConfig:
     max_tokens: int = at_least(1, 8192)
     """Tokens of the longest output; longer draws are cut."""
     arrival: Arrival = Arrival.at_once
-    """Arrival of requests: `at_once`, `continuous` or `daily`."""
-    day_s: float = at_least(1, 240.0)
-    """`daily`: seconds of a day, from midnight to midnight."""
-    night: float = _share(0.05)
-    """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
-    that nights are longer than peaks."""
+    """Arrival of requests: `at_once` or `continuous`."""
 
 
 @dataclass
@@ -146,8 +138,8 @@ class ScenarioConfig:
     description: str = ""
     """Description in one line."""
     hardware: str = "h100"
-    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
-    `specactor profile` wrote."""
+    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or the `summary.json` of a
+    run."""
     part: int = at_least(1, 1)
     """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
     seed: int = _amount(0)

@@ -167,14 +167,3 @@ def draw_lengths(workload: WorkloadConfig, count: int, seed: str) -> list[int]:
     rng = random.Random(seed)
     mu = math.log(workload.median_tokens)
     return [min(max(round(rng.lognormvariate(mu, workload.sigma)), 1), workload.max_tokens) for _ in range(count)]
-
-
-def draw_arrivals(workload: WorkloadConfig, seed: str) -> list[float]:
-    """Seconds since midnight at which requests of a day arrive, ascending."""
-    rng, found = random.Random(seed), list[float]()
-    while len(found) < workload.requests:
-        at = rng.random()
-        rate = workload.night + (1.0 - workload.night) * (0.5 - 0.5 * math.cos(2.0 * math.pi * at)) ** 3
-        if rng.random() < rate:
-            found.append(at * workload.day_s)
-    return sorted(found)

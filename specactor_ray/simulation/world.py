@@ -38,7 +38,7 @@ class LinearTime:
 
 
 _LOOKUP = LinearTime(0.0, row_s=5e-6)
-"""Time of a lookup without a profile: 3.3 us an answer and 0.74 us a committed token
+"""Time of a lookup: 3.3 us an answer and 0.74 us a committed token
 (docs/design/suffix-drafter.md)."""
 
 
@@ -129,12 +129,11 @@ def _draft_time(
     is_lookup = traits(drafter.method, f"config.drafters.{index}.method").looks_up
     if forward_ms is not None and (is_lookup or drafter.model is None or isinstance(hardware, MeasuredHardware)):
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
+    if is_lookup:
+        return DraftTime(_LOOKUP, is_lookup)
     try:
         if isinstance(hardware, MeasuredHardware):
-            measured = hardware.cost(drafter.method, max(1, round(drafter.cores)))
-            return DraftTime(_ProfiledLookup(measured) if is_lookup else measured, is_lookup)
-        if is_lookup:
-            return DraftTime(_LOOKUP, is_lookup)
+            return DraftTime(hardware.cost(drafter.method, max(1, round(drafter.cores))))
         if drafter.model is None:
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
         cost = hardware.cost(drafter.model, max(drafter.gpus, 1))
@@ -143,13 +142,3 @@ def _draft_time(
         return DraftTime(cost, fusion=fusion, merge_s=cost.model.layers * _MERGE_LAYER_S, more_s=more_s)
     except ConfigError as error:
         raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
-
-
-@dataclass(frozen=True)
-class _ProfiledLookup:
-    """Seconds of a lookup: those of one token times the tokens of each row, at least one, whether found or not."""
-
-    token: ForwardCost
-
-    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        return self.token.seconds(rows, rows, context_tokens) * max(positions / rows, 1.0)

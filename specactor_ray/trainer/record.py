@@ -17,7 +17,9 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.errors import InputError, clipped_text, counted_by_kind
 from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.machine import fitting_dtype, hardware, versions
+from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import PhaseProgress
+from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.preflight import identity_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import best_of, find_damage
@@ -171,7 +173,9 @@ class StepRecorder:
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
         self._write()
-        records = [*self._recorded(), *self._pending]
+        records, actors = [*self._recorded(), *self._pending], list[dict[str, Any]]()
+        with contextlib.suppress(Exception):  # the controller does not answer
+            actors = self._rollout.status()
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -184,7 +188,8 @@ class StepRecorder:
             "results": {**results_of(records), "best_checkpoint": self._best_checkpoint()},
             "fallbacks": self._rollout.fallbacks(),
             "identity": identity_of(self._config).to_dict(),
-            "drafters": self._rollout.drafters(),
+            "costs": measured_costs(self._config, actors),
+            "drafters": drafter_health(actors),
             "config": yaml.safe_load(to_yaml(self._config)),
             "versions": versions(),
             "hardware": hardware(),

@@ -15,10 +15,10 @@ import numpy as np
 
 from specactor_ray.config.methods import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.models.cache_size import STATES_UNDER_WAY
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.table._kernels import Committed
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.plan.costs import range_number
+from specactor_ray.core.step_cost import range_number
 from specactor_ray.table.requests import COUNTS
 from specactor_ray.target.base import StepResult
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.costs import StepCost
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.plan.search import coupled_rates, decoupled_rates, geometric
 from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels

@@ -99,9 +99,9 @@ ROLLOUT: dict[str, tuple[list[str], str]] = {
         [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
         "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
     ),
-    "no profile": (
+    "no summary": (
         ["mode=auto", "profile=good.jsonl"],
-        "profile: good.jsonl is no profile of specactor. Fix: measure it again",
+        "profile: good.jsonl has no section `costs`. Fix: name the summary.json of a run",
     ),
     "no address": (["cluster.address=nonsense"], "cluster.address: 'nonsense' is not the address of a Ray cluster"),
     "nothing at the address": (["cluster.address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),

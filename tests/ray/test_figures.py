@@ -20,6 +20,7 @@ from rich.console import Console
 from specactor_ray.cli.report import rollout_table
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.planning import resolve
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
@@ -92,6 +93,7 @@ SUMMARY: dict[str, Check] = {
     "config": lambda v, s, rows, fresh: v["sampling"]["stop"] == list(STOPS),
     "fallbacks": lambda v, s, rows, fresh: v == [],
     "identity": lambda v, s, rows, fresh: v["tokens_identical"] and "float32" in v["reason"],
+    "costs": lambda v, s, rows, fresh: len(v["verify"]["1"]) > 1 and v["ladder"][0]["method"] == "ngram",
     "drafters": lambda v, s, rows, fresh: all(one["right"] <= one["tried"] for one in v),
     "actors": lambda v, s, rows, fresh: {one["kind"] for one in v} == {"verifier"},
     "output": lambda v, s, rows, fresh: v.endswith("jsonl" if s["status"] == "complete" else "jsonl.partial"),
@@ -182,6 +184,8 @@ def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         }
         assert not wrong
     assert summary["tokens"] == sum(len(row["token_ids"]) for row in fresh), "no output was aborted"
+    next_one = {**settings(tmp_path), "mode": "auto", "profile": str(folder / "summary.json")}
+    assert resolve(from_mapping(next_one))[1][-1].startswith("plan: "), "its costs plan the next run"
     console.print(rollout_table(summary))
     shown = console.export_text()
     assert f"{summary['trajectories']['tokens']:,} in these trajectories" in shown

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import draft_actors, inline_drafters
+from specactor_ray.config.methods import draft_actors, inline_drafters, scale_refusal
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
-from specactor_ray.controller.elastic import scale_refusal
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
 
@@ -53,6 +53,21 @@ def test_hosted_lookups_are_not_scaled() -> None:
     assert isinstance(refusal, ConfigError) and refusal.key == "drafters.1.hosted"
     assert refusal.fix == "start the run with drafters.1.hosted=false."
     assert scale_refusal(settings, "suffix", 3) is scale_refusal(settings, "draft_model", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "number", "message"),
+    [
+        ("plain", "draft_model", 1, "mode: 'plain' uses no drafters"),
+        ("coupled", "draft_model", 1, "mode: 'coupled' has no draft actors"),
+        ("decoupled", "eagle", 1, "drafters: method 'eagle' is not configured.* Fix: use one of draft_model"),
+        ("decoupled", "draft_model", -1, "drafters.draft_model: -1 is not a number of draft actors"),
+        ("decoupled", "draft_model", None, "drafters.draft_model: None is not a number"),
+    ],
+)
+def test_numbers_that_cannot_be(mode: str, method: str, number: Any, message: str) -> None:
+    refusal = scale_refusal(config(mode, MODEL), method, number)
+    assert refusal is not None and re.search(message, str(refusal))
 
 
 @pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, {"method": OUTSIDE}])

@@ -1,175 +1,169 @@
-"""Costs: grids are exact where it was measured; the learned cost of a step never falls, is optimistic, and forgets."""
+"""Costs of a run: merged from the reports of its actors, read again, refused with the reason; lines between points."""
 
 from __future__ import annotations
 
-import itertools
-import random
-import statistics
+import json
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import CostPoint, GridCost, StepCost, cost_grids, ends_of, range_number
+from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.files import write_json
+from specactor_ray.plan.costs import StepTimes, load_costs, measured_costs
 
-# ---- grids ----
-
-
-def grid(seconds, devices=(1,), windows=(0, 4), contexts=(64, 512), batches=(1, 4, 16)) -> list[CostPoint]:
-    axes = itertools.product(devices, windows, contexts, batches)
-    return [CostPoint(g, w, c, b, seconds(g, w, c, b)) for g, w, c, b in axes]
+# ---- between points ----
 
 
-class TestBetweenMeasured:
-    table = cost_grids(grid(lambda g, w, c, b: b * (0.01 + 0.002 * w) + 0.05 + 1e-4 * c, windows=(0, 1, 2, 4, 8)))
-
-    @given(st.integers(0, 8), st.floats(64, 512), st.integers(1, 40))
-    def test_windows_and_contexts_are_interpolated(self, window: int, context: float, batch: int) -> None:
-        expected = batch * (0.01 + 0.002 * window) + 0.05 + 1e-4 * context
-        assert self.table[1].step(batch, context, window) == pytest.approx(expected)
-
-    def test_beyond_the_measured_lines_go_on_and_below_it_the_nearest_counts(self) -> None:
-        assert self.table[1].step(4, 9000, 2) == pytest.approx(4 * 0.014 + 0.05 + 0.9)
-        assert self.table[1].step(4, 0, 2) == self.table[1].step(4, 64, 2)
-
-    def test_a_bend_is_followed(self) -> None:
-        """Flat up to a batch of 8, then proportional, as when a weight-bound step becomes compute-bound."""
-        table = cost_grids(grid(lambda g, w, c, b: 0.1 * max(b, 8), batches=(1, 2, 4, 8, 16, 32, 64)))
-        for batch, rows in ((1, 8), (5, 8), (8, 8), (12, 12), (64, 64), (128, 128)):
-            assert table[1].step(batch, 64) == pytest.approx(0.1 * rows)
+def test_lines_between_points_flat_before_and_on_beyond_them() -> None:
+    times = StepTimes([(40, 0.6), (4, 0.1), (8, 0.1), (16, 0.2)])
+    assert [times.seconds(n) for n in (1, 4, 6, 12, 28)] == pytest.approx([0.1, 0.1, 0.1, 0.15, 0.4])
+    assert times.seconds(76) == pytest.approx(0.6 + 0.5) and times.range == (4.0, 40.0)
 
 
-def test_a_hole_in_the_grid_is_named() -> None:
-    points = [point for point in grid(lambda g, w, c, b: 0.1 * b) if (point.window, point.batch) != (4, 16)]
-    with pytest.raises(InputError, match="the step of 16 rows, 5 positions and 64 tokens is missing"):
-        cost_grids(points)
+def test_without_points_no_time_and_with_one_always_the_same() -> None:
+    assert StepTimes().seconds(100) == 0.0
+    assert StepTimes([(2, 0.3)]).seconds(1) == StepTimes([(2, 0.3)]).seconds(90) == 0.3
 
 
-AXIS = st.lists(st.integers(1, 50), min_size=1, max_size=3, unique=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 500), st.floats(1e-4, 10.0)), min_size=1, max_size=8, unique_by=lambda one: one[0]
+    ),
+    st.floats(1.0, 2000.0),
+    st.floats(0.0, 2000.0),
+)
+def test_more_work_never_costs_less(points: list[tuple[int, float]], low: float, more: float) -> None:
+    times = StepTimes(points)
+    assert 0.0 < times.seconds(low) <= times.seconds(low + more) * (1 + 1e-12)
 
 
-@given(axes=st.tuples(AXIS, AXIS, AXIS), noise=st.randoms(use_true_random=False), data=st.data())
-def test_more_work_never_costs_less_on_noisy_grids(
-    axes: tuple[list[int], ...], noise: random.Random, data: st.DataObject
-) -> None:
-    table = GridCost({point: 0.1 + noise.random() for point in itertools.product(*axes)})
-    low = [data.draw(st.integers(1, 400)) for _ in range(3)]
-    high = [value + data.draw(st.integers(0, 400)) for value in low]
-    (r0, p0, c0), (r1, p1, c1) = low, high
-    assert table.seconds(r0, r0 * p0, r0 * c0) <= table.seconds(r1, r1 * p1, r1 * c1) * (1 + 1e-9)
+# ---- the section of a summary ----
 
 
-def test_a_prompt_position_costs_as_much_as_one_of_the_largest_step() -> None:
-    table = GridCost(
-        {(r, p, c): 0.005 + 1e-5 * r * p + 1e-8 * r * c for r in (1, 8) for p in (1, 4) for c in (512, 4096)}
-    )
-    step_s = table.seconds(8, 32, 8 * 4096)
-    assert table.seconds(8, 32, 8 * 4096, 320) == pytest.approx(step_s * 11)
-    assert table.seconds(0, 0, 0, 320) == pytest.approx(step_s * 10)
+def standing(method: str, drafted: float, acceptance: float, positions: str = "0-63") -> dict[str, Any]:
+    figures = {"drafted": drafted, "acceptance": acceptance, "tgs": 10.0 * acceptance, "token_s": 0.002}
+    return {"method": method, "positions": positions, **figures}
 
 
-# ---- learned ----
+def verifier(cost: list[tuple[float, float]], ladder: list[dict[str, Any]], **inline: list[Any]) -> dict[str, Any]:
+    """One with 100 steps of two requests, half of them suspended and a quarter with a tail."""
+    hosted = {f"{name}-0": {"health": {"method": name}, "cost": points} for name, points in inline.items()}
+    counts = {"steps": 100, "suspended_steps": 50, "row_steps": 200, "supplied_row_steps": 50}
+    return {"kind": "verifier", "counters": {"cost": cost, "ladder": ladder, "inline": hosted, **counts}}
 
 
-FORGET = 256
+def drafter(method: str, cost: list[tuple[float, float]]) -> dict[str, Any]:
+    return {"kind": "drafter", "method": method, "counters": {"cost": cost, "health": {"method": method}}}
 
 
-def seconds(cost: StepCost, *counts: int) -> list[float]:
-    return [float(cost.curve(count, 0)[0]) for count in counts]
+MODEL = {"method": "draft_model", "model": "small"}
+LOOKUP = {"method": "ngram"}
 
 
-def trained(*observations: tuple[int, float], repeats: int = 8) -> StepCost:
-    cost = StepCost()
-    for _ in range(repeats):
-        for count, took in observations:
-            cost.record(count, took)
-    return cost
+def config(mode: str, *drafters: dict[str, Any], **target: Any) -> Any:
+    target = {"model": "big", "dtype": "float32", "cores": 2, **target}
+    return from_mapping({"mode": mode, "target": target, "drafters": list(drafters)})
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), max_size=80), st.integers(1, 40))
-def test_predictions_are_positive_and_never_fall(observations: list[tuple[int, float]], rows: int) -> None:
-    cost = trained(*observations, repeats=1)
-    curve = cost.curve(rows, 400)
-    assert len(curve) == 401 and (curve > 0).all() and np.isfinite(curve).all()
-    assert (np.diff(curve) >= -1e-12).all()
-    assert curve.max() <= max([took for _, took in observations], default=1.0) * (1 + 1e-9)
+def test_reports_of_all_actors_are_merged() -> None:
+    first = verifier([(4.0, 0.1), (7.0, 0.2)], [standing("ngram", 30.0, 0.2), standing("draft_model", 10.0, 0.5)])
+    second = verifier([(8.0, 0.4)], [standing("ngram", 10.0, 0.6)])
+    actors = [first, second, drafter("draft_model", [(2.0, 0.004)]), {"kind": "drafter", "counters": None}]
+    found = measured_costs(config("decoupled", LOOKUP, {**MODEL, "cores": 0.5}), actors)
+    assert found["verify"] == {"2": [[4.0, 0.1], [7.5, pytest.approx(0.3)]]}, "7 and 8 are one range"
+    assert found["drafters"] == {
+        "ngram": {"model": None, "seconds": {}},
+        "draft_model": {"model": "small", "seconds": {"1": [[2.0, 0.004]]}},
+    }
+    assert [(one["method"], one["drafted"]) for one in found["ladder"]] == [("ngram", 40.0), ("draft_model", 10.0)]
+    assert found["ladder"][0]["acceptance"] == pytest.approx(0.3) and found["supply"] == 0.5
+    assert found["target"] == {"model": "big", "dtype": "float32", "backend": "hf", "gpus": 0, "tensor_parallel": 1}
 
 
-def test_a_straight_line_is_learned_between_what_was_seen() -> None:
-    cost = trained(*((count, 0.01 + 0.002 * count) for count in (1, 4, 11, 40)))
-    known = (1, 4, 8, 11, 30, 40)
-    assert seconds(cost, *known) == pytest.approx([0.01 + 0.002 * count for count in known])
-    assert cost.curve(4, 7)[[0, 4, 7]] == pytest.approx(seconds(cost, 4, 8, 11))
+def test_hosted_drafters_are_on_the_devices_of_their_verifier() -> None:
+    actors = [verifier([(4.0, 0.1)], [], draft_model=[(4.0, 0.01)], ngram=[])]
+    found = measured_costs(config("coupled", LOOKUP, MODEL), actors)
+    assert found["drafters"]["draft_model"]["seconds"] == {"2": [[4.0, 0.01]]} and not found["ladder"]
+    assert measured_costs(config("coupled", LOOKUP), [])["verify"] == {"2": []}
 
 
-def test_of_the_unknown_the_best_is_hoped_for() -> None:
-    cost = StepCost()
-    assert not cost.is_known
-    cost.record(16, 0.4)
-    assert cost.is_known
-    assert seconds(cost, 17, 1000) == pytest.approx([0.4, 0.4]), "longer steps cost nothing more"
-    assert seconds(cost, 8, 4) == pytest.approx([0.2, 0.1]), "shorter ones their share"
+def test_drafts_on_cores_beside_a_target_on_gpus_have_no_device() -> None:
+    actors = [verifier([(4.0, 0.1)], []), drafter("draft_model", [(2.0, 0.1)])]
+    settings = config("decoupled", MODEL, gpus=1, cores=None)
+    assert measured_costs(settings, actors)["drafters"]["draft_model"]["seconds"] == {}
 
 
-def test_ranges_follow_each_other() -> None:
-    numbers = [range_number(count) for count in range(1, 4097)]
-    assert numbers == sorted(numbers) and all(
-        first <= count <= last for count, number in enumerate(numbers, 1) for first, last in [ends_of(number)]
-    )
+@pytest.fixture
+def section() -> dict[str, Any]:
+    actors = [verifier([(1.0, 0.1), (8.0, 0.2)], [standing("ngram", 10.0, 0.2), standing("ngram", 30.0, 0.6, "64-")])]
+    return measured_costs(config("decoupled", LOOKUP, MODEL), [*actors, drafter("draft_model", [(2.0, 0.004)])])
 
 
-TILE = 0.006
+def written(folder: Path, section: Any) -> Path:
+    write_json(folder / "summary.json", {"run": "evening", "costs": section})
+    return folder / "summary.json"
 
 
-@pytest.mark.parametrize(("tile_s", "position_s"), [(TILE, 0.0), (TILE, 1e-5), (0.0, TILE / 128)])
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
-@pytest.mark.parametrize("seed", range(3))
-def test_stairs_are_kept_and_noise_is_none(tile_s: float, position_s: float, noise: float, seed: int) -> None:
-    """Steps of 100 to 900 positions: whole tiles of 128, or a line."""
-    rng, cost = random.Random(seed), StepCost()
-
-    def true(count: float) -> float:
-        return 0.03 + tile_s * -(-count // 128) + position_s * count
-
-    for _ in range(3000):
-        count = rng.randint(129, 900)
-        cost.record(count, true(count) * rng.gauss(1.0, noise))
-    for edge in (256, 384, 512, 640, 768):
-        here, beyond = seconds(cost, edge, edge + 1)
-        assert beyond - here > 0.5 * tile_s if tile_s else beyond - here < 0.25 * TILE + position_s
-    errors = [abs(here - true(count)) for count, here in zip(range(150, 890), cost.curve(150, 739), strict=True)]
-    assert statistics.mean(errors) < (0.15 + 10 * noise) * TILE
+def test_a_section_is_read_as_it_was_written(tmp_path: Path, section: dict[str, Any]) -> None:
+    costs = load_costs(written(tmp_path, section))
+    assert costs.target == section["target"] and costs.supply == 0.5
+    assert costs.acceptance == {"ngram": pytest.approx(0.5)}
+    assert costs.verify.keys() == {2} and costs.verify[2].seconds(8) == pytest.approx(0.2)
+    assert costs.drafters["draft_model"].model == "small" and not costs.drafters["ngram"].seconds
+    assert costs.drafters["draft_model"].seconds[1].seconds(2) == pytest.approx(0.004)
 
 
-def test_interrupted_steps_hardly_move_it() -> None:
-    rng, cost = random.Random(1), trained((8, 0.01))
-    highest = 0.0
-    for _ in range(400):
-        cost.record(8, 5.0 if rng.random() < 0.05 else 0.01)
-        highest = max(highest, *seconds(cost, 8))
-    assert highest < 0.03
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * 100_000, "is truncated or damaged"),
+        ('{"costs": {"verify"', "is truncated or damaged"),
+        ("", "is truncated or damaged"),
+        ("[]", "has no section `costs`"),
+        ('{"run": "evening"}', "has no section `costs`"),
+        ('{"costs": {}}', "is not sound: KeyError: 'verify'"),
+        ('{"costs": []}', "is not sound: TypeError"),
+    ],
+)
+def test_files_without_costs(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_costs(tmp_path / "summary.json")
+    assert str(refused.value).startswith("profile: ") and problem in str(refused.value)
+    assert "Fix: name the summary.json of a run" in str(refused.value)
 
 
-def test_a_change_for_good_is_followed() -> None:
-    cost = trained((8, 0.01))
-    for _ in range(60):
-        cost.record(8, 0.05)
-    assert seconds(cost, 8) == pytest.approx([0.05], rel=0.01)
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hardware x: there is no file .*none\.json\. Fix: "):
+        load_costs(tmp_path / "none.json", "hardware x")
 
 
-@pytest.mark.parametrize(("later", "forgotten"), [(FORGET - 4, False), (FORGET + 4, True)])
-def test_what_was_not_seen_for_long_is_forgotten(later: int, forgotten: bool) -> None:
-    cost = trained((4, 0.1), (64, 9.0))
-    for _ in range(later):
-        cost.record(4, 0.1)
-    assert seconds(cost, 64) == pytest.approx([0.1 if forgotten else 9.0])
-    cost.record(64, 0.2)
-    assert (seconds(cost, 64) == pytest.approx([0.2])) == forgotten, "what comes back begins anew"
+@pytest.mark.parametrize("points", [[], [[4.0, 0.1]]])
+def test_a_run_that_was_too_short(tmp_path: Path, section: dict[str, Any], points: list[Any]) -> None:
+    section["verify"] = {"2": points}
+    with pytest.raises(ConfigError, match="the cost of less than 2 sizes of verify steps"):
+        load_costs(written(tmp_path, section))
 
 
-@pytest.mark.parametrize("nonsense", [(0, 0.1), (-3, 0.1), (4, 0.0), (4, -1.0), (4, float("nan")), (4, float("inf"))])
-def test_nonsense_is_ignored(nonsense: tuple[int, float]) -> None:
-    cost = trained(nonsense)
-    assert not cost.is_known and seconds(cost, 1, 9) == [1.0, 1.0]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("verify", {"2": [[1.0, value], [2.0, 1.0]]}) for value in ("slow", float("nan"), -1.0, 0.0, float("inf"))),
+        *((name, value) for name in ("target", "verify", "drafters", "ladder", "supply") for value in (None, -1, [3])),
+        ("ladder", [standing("ngram", 1.0, 1.5)]),
+        ("ladder", [standing("ngram", 0.0, 0.5)]),
+        ("verify", {"two": [[1.0, 0.1], [2.0, 0.2]]}),
+        ("verify", {"0": [[1.0, 0.1], [2.0, 0.2]]}),
+        ("verify", {"1": [[1.0, 0.1], [10**400, 0.2]]}),
+        ("drafters", {"ngram": {"seconds": {}}}),
+    ],
+)
+def test_entries_of_the_wrong_kind(tmp_path: Path, section: dict[str, Any], name: str, value: Any) -> None:
+    section[name] = value
+    (tmp_path / "summary.json").write_text(json.dumps({"costs": section}))
+    with pytest.raises(ConfigError, match="is not sound: "):
+        load_costs(tmp_path / "summary.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
+from specactor_ray.plan.costs import StepTimes
 from specactor_ray.plan.search import (
     Candidate,
     Method,
@@ -48,15 +48,9 @@ def test_a_coupled_window_commits_the_sum_of_the_paper_in_its_seconds(
         assert rates[window - 1] == pytest.approx(expected, rel=1e-12)
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds of a step by its positions."""
-
-    base_s: float
-    position_s: float = 0.0
-
-    def seconds(self, rows: float, positions: float, context_tokens: float) -> float:
-        return self.base_s + self.position_s * positions
+def line(base_s: float, position_s: float = 0.0) -> StepTimes:
+    """A linear cost."""
+    return StepTimes((n, base_s + position_s * n) for n in (1e-9, 1e9))
 
 
 def test_the_decoupled_equation_orders_drafters_as_the_chain_of_states_does() -> None:
@@ -66,8 +60,8 @@ def test_the_decoupled_equation_orders_drafters_as_the_chain_of_states_does() ->
         rows, window, position_s = rng.choice([1, 4, 16, 64]), int(rng.choice([4, 8, 16])), 10 ** rng.uniform(-4, -1.3)
         verify_s, exact, short = 1.0 + position_s * rows * np.arange(1, window + 2), [], []
         for p, draft_s in zip(rng.uniform(0.3, 0.98, 2), 10 ** rng.uniform(-2, 0.2, 2), strict=True):
-            chance, steps = np.array([p]), (Line(1.0, position_s), Line(draft_s))
-            rate = best_ahead(*steps, geometric(chance, window)[0], rows, rows, 0.0, 0)
+            chance, steps = np.array([p]), (line(1.0, position_s), line(draft_s))
+            rate = best_ahead(*steps, Method({}, geometric(chance, window)[0]), rows, rows)
             exact.append(max(rate, 1.0 / verify_s[0]))
             rates = decoupled_rates(geometric(chance, window + 1), draft_s, verify_s)
             short.append(max(rates.max(), 1.0 / verify_s[0]))
@@ -123,25 +117,20 @@ def test_better_or_faster_drafts_never_commit_fewer_tokens(
 # ---- the search ----
 
 
-WINDOWS, BATCHES, CONTEXT = (0, 1, 3, 6), (1, 32), 64
+WINDOW = 6
 
 
 def survival(p: float) -> np.ndarray:
-    return geometric(np.array([p]), WINDOWS[-1])[0]
+    return geometric(np.array([p]), WINDOW)[0]
 
 
 def layout_of(candidate: Candidate) -> tuple:
     return candidate.mode.value, candidate.method, candidate.draft_devices, candidate.verify_devices
 
 
-def table(slopes: dict[int, float], intercept: float, windows=(0,), per_token: float = 0.0) -> dict[int, GridCost]:
-    """A linear cost whose price per draft token is `per_token` per request."""
-    return cost_grids(
-        CostPoint(g, w, CONTEXT, b, b * (slope + per_token * w) + intercept / g)
-        for g, slope in slopes.items()
-        for w in windows
-        for b in BATCHES
-    )
+def table(slopes: dict[int, float], intercept: float) -> dict[int, StepTimes]:
+    """Linear costs by the number of devices."""
+    return {g: line(intercept / g, slope) for g, slope in slopes.items()}
 
 
 @st.composite
@@ -150,7 +139,7 @@ def problems(draw: st.DrawFn) -> dict:
     verifiers = draw(st.sets(st.integers(1, 4), min_size=1, max_size=3))
     drafters = draw(st.sets(st.integers(1, 4), min_size=1, max_size=3))
     methods = draw(st.lists(st.sampled_from(["ngram", "draft_model", "eagle"]), min_size=1, max_size=2, unique=True))
-    verify = table({g: draw(costs) for g in sorted(verifiers)}, draw(costs), WINDOWS, draw(st.floats(0.0, 0.05)))
+    verify = table({g: draw(costs) for g in sorted(verifiers)}, draw(costs))
     return {
         "verify": verify,
         "methods": {
@@ -163,28 +152,27 @@ def problems(draw: st.DrawFn) -> dict:
         },
         "devices": draw(st.integers(max(1, min(verifiers)), 9)),
         "requests": draw(st.integers(1, 40)),
-        "context": CONTEXT,
     }
 
 
 def brute_force(problem: dict) -> list[tuple[float, tuple]]:
     """Algorithm 1 for plain and coupled decoding, written down a second time, with none of the code under test but the
     fitted costs."""
-    verify: dict[int, GridCost] = problem["verify"]
+    verify: dict[int, StepTimes] = problem["verify"]
     G, B = problem["devices"], problem["requests"]
     found = []
     for g_v in verify:
         if g_v > G:
             continue
         b = B / min(G // g_v, B)
-        found.append((B / verify[g_v].step(b, CONTEXT), ("plain", None, 0, g_v, 0)))
+        found.append((B / verify[g_v].seconds(b), ("plain", None, 0, g_v, 0)))
         for name, method in problem["methods"].items():
             if g_v not in method.costs:
                 continue
-            p, D = method.survival[1], method.costs[g_v].step(b, CONTEXT)
-            for w in range(1, WINDOWS[-1] + 1):
+            p, D = method.survival[1], method.costs[g_v].seconds(b)
+            for w in range(1, WINDOW + 1):
                 tau = float(coupled_sum(Fraction(p), w))
-                found.append((B * tau / (w * D + verify[g_v].step(b, CONTEXT, w)), ("coupled", name, 0, g_v, w)))
+                found.append((B * tau / (w * D + verify[g_v].seconds(b * (w + 1))), ("coupled", name, 0, g_v, w)))
     return found
 
 
@@ -234,18 +222,17 @@ class TestSearch:
     @staticmethod
     def even(p: float) -> dict:
         return {
-            "verify": table({1: 0.01, 2: 0.006}, 0.05, WINDOWS, 0.001),
+            "verify": table({1: 0.003, 2: 0.002}, 0.05),
             "methods": {"draft_model": Method(table({1: 0.001, 2: 0.0008}, 0.004), survival(p))},
             "devices": 4,
             "requests": 16,
-            "context": CONTEXT,
         }
 
     @pytest.mark.parametrize(("draft_s", "layout"), [(0.0005, (12, 4)), (0.003, (10, 10))])
     def test_verifiers_share_a_drafter_that_keeps_up(self, draft_s: float, layout: tuple) -> None:
         methods = {"draft_model": Method(table({1: draft_s / 8}, draft_s), survival(0.8))}
-        problem = {"devices": 52, "requests": 96, "context": CONTEXT, "modes": [ModeName.decoupled]}
-        plan = search_plan(table({4: 0.001}, 0.04, WINDOWS), methods, **problem)
+        problem = {"devices": 52, "requests": 96, "modes": [ModeName.decoupled]}
+        plan = search_plan(table({4: 0.0005}, 0.04), methods, **problem)
         assert (plan.chosen.verifiers, plan.chosen.drafters) == layout
 
     def test_branches_that_cost_little_are_used(self) -> None:
@@ -256,15 +243,23 @@ class TestSearch:
         branching = search_plan(**{**problem, "methods": {"draft_model": method}}).chosen
         assert branching.tokens_per_s > 1.02 * alone.tokens_per_s
 
+    def test_requests_without_a_tail_decode_plainly(self) -> None:
+        """Half of them: between plain decoding and drafts for all, for the price of half of the positions."""
+        method = Method({1: StepTimes()}, survival(0.8), free=True)
+        problem = {"devices": 1, "requests": 8, "modes": [ModeName.coupled, ModeName.decoupled]}
+        none, half = (
+            search_plan({1: line(0.05, 0.001)}, {"ngram": replace(method, supply=share)}, **problem).predictions
+            for share in (0.0, 0.5)
+        )
+        assert [one.tokens_per_s for one in none] == pytest.approx([8 / 0.058] * 2)
+        assert (half[0].mode, half[0].window) == (ModeName.coupled, 6)
+        right = 0.8 * (1 - 0.8**6) / (1 - 0.8)
+        assert half[0].tokens_per_s == pytest.approx(8 * (1 + right / 2) / (0.058 + 0.001 * 24))
+        assert none[1].tokens_per_s < half[1].tokens_per_s < half[0].tokens_per_s, "after a miss comes a plain step"
+
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})
         assert plan.rejected == ("decoupled draft_model, 1 x 2 + 1 x 2: needs 4 devices, and there are 3",)
-        problem = self.even(0.5)
-        points = [CostPoint(g, w, CONTEXT, 8, 0.1) for g in (1, 2) for w in WINDOWS]
-        problem["verify"] = cost_grids(points)
-        plan = search_plan(**problem)
-        assert plan.rejected[0] == "plain, 1 x 1: batch 4 was not measured, only 8"
-        assert {c.batch for c in plan.predictions} == {8}
 
     def test_in_words(self) -> None:
         plan = search_plan(**self.even(0.0))
@@ -274,14 +269,15 @@ class TestSearch:
             "decoupled draft_model, 3 x 1 + 1 x 1, window 6, batch 6; predicted tokens/s: dec"
         )
 
-    def test_what_lies_outside_the_measured_is_noted(self) -> None:
-        problem = {**self.even(0.0), "context": 9000, "requests": 1000}
+    @pytest.mark.parametrize(("requests", "noted"), [(16, False), (400, True)])
+    def test_what_lies_outside_the_measured_is_noted(self, requests: int, noted: bool) -> None:
+        verify = {1: StepTimes([(1, 0.05), (8, 0.06), (64, 0.2)])}
+        problem = {**self.even(0.0), "requests": requests, "verify": verify, "modes": [ModeName.plain]}
         notes = " ".join(search_plan(**problem).notes)
-        assert "context 9000 is outside the measured 64" in notes and "outside the measured 1 to 32" in notes
-        assert "window 6 is the largest that was measured" in " ".join(search_plan(**self.even(1.0)).notes)
+        assert ("over 1 to 64 positions, and those of the plan have up to 100" in notes) == noted == bool(notes)
 
     def test_refused(self) -> None:
         with pytest.raises(InputError, match="does not fit 1 device"):
-            search_plan(**{**self.even(0.5), "devices": 1, "verify": table({2: 0.1}, 0.1, WINDOWS)})
+            search_plan(**{**self.even(0.5), "devices": 1, "verify": table({2: 0.1}, 0.1)})
         with pytest.raises(InputError, match="no plan: decoupled"):
             search_plan(**{**self.even(0.5), "devices": 1, "modes": [ModeName.decoupled]})

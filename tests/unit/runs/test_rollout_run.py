@@ -87,7 +87,7 @@ class FakeRollout:
         return []
 
     def status(self) -> list[dict[str, Any]]:
-        health = {"health": {"method": "eagle", "alarm": True}}
+        health = {"cost": [], "health": {"method": "eagle", "alarm": True}}
         return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"inline": {"eagle-0#1a2b": health}}}]
 
     def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]], encoded: Any) -> Iterator[Trajectory]:
@@ -147,6 +147,7 @@ class TestRun:
         assert summary == outcome.summary
         assert summary["status"] == "complete" and summary["tokens"] == 6
         assert summary["drafts"] == "none, mode is plain"
+        assert summary["costs"]["target"]["model"] == str(tiny_target()) and summary["costs"]["ladder"] == []
         assert summary["trajectories"]["finish_reasons"] == {"length": 2, "error": 1}
         assert summary["trajectories"]["failures"] == {"longer than the context": 1}
         (drafter,) = summary["drafters"]

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.hardware import (
     SHIPPED,
     MeasuredHardware,
@@ -252,15 +252,17 @@ def test_wrong_files_are_refused(change: Callable[[dict[str, Any]], Any], messag
     assert str(path) in str(refused.value) and message in str(refused.value) and "Fix: " in str(refused.value)
 
 
-def test_profiles_have_what_was_measured(tmp_path: Path) -> None:
-    profile = load_hardware("smollm2_eagle_epyc")
-    assert isinstance(profile, MeasuredHardware) and profile.cost("eagle") is profile.steps["eagle", 1]
+def test_measured_hardware_has_what_was_measured(tmp_path: Path) -> None:
+    measured = load_hardware("smollm2_eagle_epyc")
+    assert isinstance(measured, MeasuredHardware) and measured.cost("eagle") is measured.steps["eagle", 1]
+    target = measured.cost("smollm2-135m")
+    assert target.seconds(4, 12, 4000) == target.seconds(4, 4, 0, prefill_tokens=8) == pytest.approx(0.038)
     for name, devices, message in (("eagel", 1, r"Did you mean eagle\?"), ("eagle", 2, r"on 2 device\(s\) was not")):
         with pytest.raises(ConfigError, match=message):
-            profile.cost(name, devices)
-    (tmp_path / "profile.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(InputError, match="is no profile"):
-        load_hardware(str(tmp_path / "profile.json"))
+            measured.cost(name, devices)
+    (tmp_path / "summary.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"hardware .*summary\.json: .* has no section `costs`"):
+        load_hardware(str(tmp_path / "summary.json"))
 
 
 @pytest.mark.parametrize("name", ["h10", "x/h100", "nowhere.yaml"])

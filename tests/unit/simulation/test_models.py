@@ -14,11 +14,10 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
-from specactor_ray.simulation.scenario import Arrival, PythonConfig, SkillConfig, WorkloadConfig
+from specactor_ray.simulation.scenario import PythonConfig, SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import (
     NO_GUESS,
     GeneratedText,
-    draw_arrivals,
     draw_lengths,
     guesses,
 )
@@ -312,12 +311,3 @@ class TestWorkload:
         assert sorted(lengths)[2000] == pytest.approx(500, rel=0.05)
         assert max(lengths) == 2000 and min(lengths) >= 1
         assert set(draw_lengths(WorkloadConfig(median_tokens=64, sigma=0.0), 10, "x")) == {64}
-
-    def test_a_day_has_its_requests_around_noon(self) -> None:
-        def share_at_noon(night: float) -> float:
-            workload = WorkloadConfig(requests=2000, arrival=Arrival.daily, day_s=100.0, night=night)
-            arrivals = draw_arrivals(workload, "a day")
-            assert arrivals == sorted(arrivals) and arrivals[0] >= 0.0 and arrivals[-1] <= 100.0
-            return sum(40.0 <= at < 60.0 for at in arrivals) / len(arrivals)
-
-        assert 0.5 < share_at_noon(0.0) < 0.65 and 0.15 < share_at_noon(1.0) < 0.25

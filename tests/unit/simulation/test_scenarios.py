@@ -127,36 +127,3 @@ def test_the_smallest_one_runs() -> None:
     assert plain.tokens == coupled.tokens == decoupled.tokens
     assert plain.metrics.acceptance_length == 1.0 < coupled.metrics.acceptance_length
     assert (plain.devices, coupled.devices, decoupled.devices) == (2, 2, 2)
-
-
-DAYS = """
-description: A day, drafters by load
-hardware: h100
-seed: 3
-machines: {nodes: 1, gpus: 3, cpus: 32}
-workload: {requests: 20, group: 1, prompt_tokens: 32, median_tokens: 40, sigma: 0.5, max_tokens: 120,
-           arrival: daily, day_s: 15, night: 0.0}
-skills:
-  - {method: draft_model, mean: 0.8}
-load_s: 0.5
-config:
-  mode: decoupled
-  cluster: {address: auto, health_interval_s: 0.5}
-  target: {model: qwen2.5-32b, gpus: 1, replicas: 2, max_batch: 16}
-  drafters: [{method: draft_model, model: qwen2.5-0.5b, gpus: 1, replicas: 0, max_replicas: 4}]
-  speculation: {race: off}
-  elastic: {up_s: 0.5, down_s: 0.5, devices_weight: 0.5}
-variants:
-  elastic: []
-  fixed: [config.drafters.0.max_replicas=null, config.drafters.0.replicas=1]
-"""
-
-
-def test_draft_actors_come_and_go_by_load(tmp_path: Path) -> None:
-    """There is room for one; those beyond it wait and hold up nothing."""
-    elastic, fixed = results_of(write_scenario(tmp_path, DAYS))
-    assert elastic.tokens == fixed.tokens
-    assert 0.0 < elastic.drafting_s < fixed.drafting_s
-    assert elastic.metrics.accepted_tokens > 0
-    assert elastic.devices == pytest.approx(2 + elastic.drafting_s / elastic.rollout_s) and fixed.devices == 3
-    assert len(elastic.latency_s) == 20 and fixed.drafting_s == pytest.approx(fixed.rollout_s)

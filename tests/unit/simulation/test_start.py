@@ -48,7 +48,7 @@ class Start:
     def at(self, seconds: float, act: Callable[[], Any]) -> None:
         self._calls.append((seconds, act))
 
-    def scale(self, **drafters: int | None) -> None:
+    def scale(self, **drafters: int) -> None:
         self.run.calls.ask(self.run.controller, "scale", drafters, deadline_s=5.0)
 
     def status(self) -> list[dict[str, Any]]:

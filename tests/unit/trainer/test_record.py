@@ -130,12 +130,13 @@ UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
-    config, drafters = Config(), [{"alarm": True}, {"alarm": False}]
+    config, health = Config(), {"method": "eagle", "alarm": True}
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
     rollout: Any = SimpleNamespace(
-        metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, fallbacks=list, drafters=lambda: drafters
+        metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, fallbacks=list, drafters=list
     )
+    rollout.status = lambda: [{"id": "eagle-0", "counters": {"cost": [], "health": health}}]
     said = list[str]()
     record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
@@ -145,7 +146,8 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
     assert said[1].startswith("step 2/100: reward -, length")
-    assert summary["drafters"] == drafters
+    assert summary["drafters"] == [{"id": "eagle-0", **health, "failures": 0, "malformed": 0}]
+    assert summary["costs"]["verify"] == {"1": []}, "its verifiers have reported nothing"
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
@@ -173,7 +175,7 @@ class Ticks:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.fallbacks, self.drafters, self.progress = list, list, (0, 0)
+        self.fallbacks, self.drafters, self.status, self.progress = list, list, list, (0, 0)
 
     def perf_counter(self) -> float:
         return self.now

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specactor_ray.config.schema import RaceName, VerifyPolicy
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft import model
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
@@ -22,7 +23,6 @@ from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
 from specactor_ray.transport import inbox

@@ -11,7 +11,7 @@ import pytest
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.costs import StepCost
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.acceptance import Acceptance

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.plan.costs import StepCost
+from specactor_ray.core.step_cost import StepCost
 from specactor_ray.table.table import RequestTable
 from specactor_ray.verify import racing
 from specactor_ray.verify.acceptance import Acceptance

@@ -1,0 +1,259 @@
+"""What a plan makes of a configuration by the costs of an earlier run, and which costs it refuses. Nothing runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.cli import main as cli
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.rules import validate
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.files import write_json
+from specactor_ray.plan.costs import load_costs
+from specactor_ray.plan.search import ALL_MODES
+from specactor_ray.rollout import planning
+from specactor_ray.rollout.planning import (
+    apply_plan,
+    as_decoupled,
+    make_plan,
+    requests_of,
+    resolve,
+    resolve_by_profile,
+    usable_costs,
+)
+
+TARGET = "big"
+STANDING = {"method": "ngram", "positions": "0-63", "drafted": 100.0, "acceptance": 0.85, "token_s": 0.0, "tgs": 50.0}
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    """The summary of a run on one and two cores, with costs by formula."""
+    points = {str(g): [[n, (0.02 + 0.0004 * n) / g**0.6] for n in (1, 8, 40)] for g in (1, 2)}
+    costs = {
+        "target": {"model": TARGET, "dtype": "float32", "backend": "hf", "gpus": 0, "tensor_parallel": 1},
+        "verify": points,
+        "drafters": {
+            "ngram": {"model": None, "seconds": {}},
+            "draft_model": {"model": "small", "seconds": {"1": [[1, 0.002], [8, 0.003]]}},
+        },
+        "supply": 1.0,
+        "ladder": [{**STANDING}, {**STANDING, "method": "draft_model", "acceptance": 0.7}],
+    }
+    return {"run": "evening", "costs": costs}
+
+
+@pytest.fixture
+def file(tmp_path: Path, data: dict[str, Any]) -> Path:
+    write_json(tmp_path / "summary.json", data)
+    return tmp_path / "summary.json"
+
+
+def auto(file: Path, *overrides: str) -> Config:
+    written = {
+        "profile": str(file),
+        "cluster": {"num_cpus": 2},
+        "target": {"model": TARGET, "dtype": "float32", "max_batch": 8},
+        "drafters": [{"method": "ngram"}],
+    }
+    return from_mapping(written, overrides)
+
+
+def on(file: Path) -> list[str]:
+    """Overrides: a summary, its target and drafter on two cores, whatever this machine has."""
+    items = [f"profile={file}", f"target.model={TARGET}", "target.dtype=float32", "drafters=[{method: ngram}]"]
+    return [*items, "cluster.num_cpus=2"]
+
+
+def devices_of(config: Config) -> int:
+    """Cores."""
+    return planning.devices_of(config).cores
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "words"),
+    [
+        (
+            None,
+            ["target.model=other"],
+            "target.model=big, and here it is other. Fix: name the summary",
+        ),
+        (None, ["target.dtype=bfloat16"], "target.dtype=float32, and here it is bfloat16"),
+        (None, ["target.gpus=1", "cluster.num_gpus=1"], "target.gpus=0, and here it is 1"),
+        (None, ["target.backend=vllm"], "target.backend=hf, and here it is vllm"),
+        (
+            lambda costs: costs.update(ladder=[]),
+            [],
+            "no draft ladder.* Fix: name the summary of a longer",
+        ),
+        (lambda costs: costs.update(verify={"1": []}), [], "cost of less than 2 sizes of verify steps"),
+        (lambda costs: costs.pop("verify"), [], "is not sound: KeyError: 'verify'"),
+    ],
+)
+def test_costs_that_cannot_be_used_end_a_start(
+    file: Path, data: dict[str, Any], change: Callable[[Any], Any] | None, overrides: list[str], words: str
+) -> None:
+    if change is not None:
+        change(data["costs"])
+        file.write_text(json.dumps(data))
+    config = auto(file, *overrides)
+    for use in (resolve, lambda config: usable_costs(as_decoupled(config))):
+        with pytest.raises(ConfigError, match=f"profile: .*{words}"):
+            use(config)
+
+
+class TestResolve:
+    def test_an_explicit_mode_is_kept(self, file: Path) -> None:
+        config = auto(file, "mode=plain")
+        assert resolve_by_profile(config) == (config, [])
+
+    def test_the_best_candidate_becomes_the_configuration(self, file: Path) -> None:
+        config = auto(file, "target.dtype=auto")
+        data = json.loads(file.read_text())
+        data["costs"]["target"]["dtype"] = as_decoupled(config).target.dtype
+        file.write_text(json.dumps(data))
+        before = copy.deepcopy(config)
+        resolved, lines = resolve(config)
+        assert config == before
+        assert resolve(resolved) == (resolved, [])
+        assert resolved.mode is not ModeName.plain and resolved.speculation.window
+        assert devices_of(resolved) <= 2 and requests_of(resolved) >= 8
+        plan, dtype = lines[-2:]
+        assert plan.startswith(f"plan: {resolved.mode.value} ngram") and ", plain " in plan
+        assert dtype == f"target.dtype: {resolved.target.dtype}"
+
+    def test_drafts_that_are_never_right_give_plain_decoding(self, file: Path, data: dict[str, Any]) -> None:
+        data["costs"]["ladder"][0]["acceptance"] = 0.0
+        file.write_text(json.dumps(data))
+        resolved, lines = resolve_by_profile(auto(file))
+        assert resolved.mode is ModeName.plain and "plain" in lines[-1]
+
+    def test_only_the_asked_modes(self, file: Path) -> None:
+        resolved, _ = resolve_by_profile(auto(file), [ModeName.decoupled])
+        assert resolved.mode is ModeName.decoupled
+        drafter = resolved.drafters[0]
+        assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
+
+    def test_the_trainer_keeps_its_cores(self, file: Path) -> None:
+        resolved, _ = resolve_by_profile(auto(file, "trainer.cores=1"))
+        assert planning.devices_of(resolved, trains=True).cores == 2
+
+    def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
+        self, file: Path, tiny_model_dir: Path
+    ) -> None:
+        overrides = ["cluster.address=auto", "cluster.num_cpus=null", "target.replicas=3"]
+        config = auto(file, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
+        assert devices_of(as_decoupled(config)) == 6
+        resolved, _ = resolve_by_profile(config, [ModeName.decoupled])
+        assert devices_of(resolved) == 6
+
+    @pytest.mark.parametrize(
+        ("drafter", "reason"),
+        [
+            ("{method: suffix}", "suffix is left out: that run did not try it"),
+            ("{method: draft_model, model: other}", "draft_model is left out: that run tried it with model small"),
+            ("{method: eagle, model: head}", "eagle is left out: that run has no time of its drafts"),
+        ],
+    )
+    def test_a_method_that_was_not_measured_is_left_out(
+        self, file: Path, data: dict[str, Any], drafter: str, reason: str
+    ) -> None:
+        data["costs"]["drafters"]["eagle"] = {"model": "head", "seconds": {}}
+        data["costs"]["ladder"].append({**STANDING, "method": "eagle"})
+        file.write_text(json.dumps(data))
+        resolved, lines = resolve_by_profile(auto(file, f"drafters=[{drafter}]"))
+        assert resolved.mode is ModeName.plain and lines[0] == reason
+
+    def test_a_method_without_draft_actors_may_get_some(self, file: Path) -> None:
+        assert resolve_by_profile(auto(file, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
+
+    def test_lookups_find_no_more_than_in_that_run(self, file: Path, data: dict[str, Any]) -> None:
+        often = make_plan(as_decoupled(auto(file)), load_costs(file), [ModeName.coupled]).chosen
+        data["costs"]["supply"] = 0.1
+        file.write_text(json.dumps(data))
+        rarely = make_plan(as_decoupled(auto(file)), load_costs(file), [ModeName.coupled]).chosen
+        assert rarely.tokens_per_s < 0.6 * often.tokens_per_s
+
+    def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
+        costs = load_costs(file)
+        base = from_mapping(
+            {"mode": "decoupled", "target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]}
+        )
+
+        @settings(max_examples=40)
+        @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ALL_MODES]))
+        def check(devices: int, batch: int, p: float, mode: ModeName | None) -> None:
+            config = copy.deepcopy(base)
+            config.target.max_batch, config.cluster.num_cpus = batch, devices
+            modes = ALL_MODES if mode is None else [mode]
+            assume(mode is not ModeName.decoupled or devices > 1)
+            plan = make_plan(config, replace(costs, acceptance={"ngram": p}), modes)
+            resolved = apply_plan(config, plan)
+            validate(resolved)
+            assert devices_of(resolved) <= devices
+            assert resolved.mode is plan.chosen.mode and resolved.target.max_batch == plan.chosen.batch
+            total = resolved.target.kv_cache_gb * resolved.target.replicas
+            assert total == pytest.approx(config.target.kv_cache_gb * config.target.replicas)
+            if resolved.mode is not ModeName.plain:
+                assert resolved.drafters[0].window is None and resolved.speculation.window == plan.chosen.window
+                assert resolved.drafters[0].replicas == (plan.chosen.drafters or plan.chosen.verifiers)
+
+        check()
+
+
+class TestCommand:
+    def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    def test_json_has_a_prediction_for_every_mode_and_method(
+        self, file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        known = ["plan", *on(file)]
+        code, out, _ = self.run(capsys, *known, "--json", "target.max_batch=8")
+        assert code == 0
+        plan = json.loads(out)
+        assert plan["batch"] == 8
+        found = {(row["mode"], row["method"]) for row in plan["predictions"]}
+        assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
+        assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
+        code, out, _ = self.run(capsys, *known)
+        assert code == 0 and "\ncoupled ngram, " in out
+        assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["profile=none.json"], "profile: there is no file none.json"),
+            (["profile=null"], "profile: is not set"),
+            (["drafters=[{method: medusa}]"], "'medusa' is not known"),
+            (["plan=auto"], "plan: this key is gone. Fix: mode=auto searches if `profile` is set"),
+            (["target.dtype=bfloat16"], "was measured with target.dtype=float32"),
+        ],
+    )
+    def test_mistakes(self, file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
+        code, _, err = self.run(capsys, "plan", *on(file), *arguments)
+        assert code == 2 and err.startswith("error: ") and problem in err
+
+    def test_a_bad_file_ends_a_rollout_before_it_begins(
+        self, file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file.write_text(file.read_text()[:-40])
+        (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
+        known = [*on(file), f"target.model={tiny_model_dir}", f"data.path={tmp_path}/p.jsonl"]
+        for command in (["rollout"], ["train"], ["bench", "rollout"]):
+            code, _, err = self.run(capsys, *command, *known, f"run.dir={tmp_path}/runs")
+            assert code == 2 and "is truncated or damaged" in err
+        assert not (tmp_path / "runs").exists()
