@@ -136,7 +136,7 @@ def _own_sigterm_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal = set_handler
+        signal.signal = set_handler  # type: ignore[assignment]
         set_handler(signal.SIGTERM, own)  # replaces the handler in C++
 
 
@@ -164,7 +164,12 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     remove_abandoned(PRIVATE_FOLDER, ray_folder())
     with contextlib.ExitStack() as held:
-        folder = make_owned_folder(PRIVATE_FOLDER, ray_folder())
+        try:
+            os.makedirs(ray_folder(), exist_ok=True)
+            folder = make_owned_folder(PRIVATE_FOLDER, ray_folder())
+        except OSError as error:
+            problem = f"{ray_folder()} cannot be written to ({error.strerror})"
+            raise ClusterError(f"{problem}. Fix: set RAY_TMPDIR to a folder with a short path.") from None
         held.callback(shutil.rmtree, folder, ignore_errors=True)
         held.enter_context(_shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
@@ -178,7 +183,8 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
                 **_quiet(),
             )
         except Exception as error:  # noqa: BLE001 - Ray raises bare exceptions, which differ in their message only
-            fix = "Fix: start again when the machine is less busy; Ray gives its processes 30 seconds."
+            fix = "Fix: start again when the machine is less busy (Ray gives its processes 30 seconds); RAY_TMPDIR, if "
+            fix += "it is set, must be a short path in ASCII."
             why = " ".join(str(error).split())
             raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
         address = ray.get_runtime_context().gcs_address

@@ -150,6 +150,12 @@ def test_a_server_that_does_not_answer_is_no_cluster(monkeypatch: pytest.MonkeyP
         connect(ClusterConfig(address=f"127.0.0.1:{server.getsockname()[1]}"))
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/x")
+    with pytest.raises(ClusterError, match=r"/proc/x cannot be written to \(.*\)\. Fix: set RAY_TMPDIR"):
+        connect(ClusterConfig(address="local"))
+
+
 @pytest.mark.parametrize("address", ["somewhere", "host:port", "ray://host:10001", "http://127.0.0.1:8265", "h:99999"])
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ClusterError, match="must be host:port"):
