@@ -132,11 +132,11 @@ def _own_sigterm_handler() -> Iterator[None]:
     if not callable(own) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal = lambda number, handler: own if number == signal.SIGTERM else set_handler(number, handler)
+    signal.signal = lambda number, handler: own if number == signal.SIGTERM else set_handler(number, handler)  # type: ignore[assignment]
     try:
         yield
     finally:
-        signal.signal = set_handler  # type: ignore[assignment]
+        signal.signal = set_handler
         set_handler(signal.SIGTERM, own)  # replaces the handler in C++
 
 
