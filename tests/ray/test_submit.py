@@ -102,6 +102,7 @@ def test_a_submitted_job_succeeds(head: Head, tmp_path: Path) -> None:
     output = submitted.communicate(timeout=200)[0]
     assert submitted.returncode == 0 and "succeeded" in output, output
     assert "run job: mode " in output and "run job: from another terminal, specactor status" in output
+    assert head.cluster.rpartition("127.0.0.1")[2] in output  # in this line: the run joined the job's cluster
     assert len((tmp_path / "runs" / "job" / "trajectories.jsonl").read_text().splitlines()) == 4 * len(tiny.COLOURS)
 
 
