@@ -1,6 +1,7 @@
 """`specactor train` as a job, with the command's arguments:
 
-    ray job submit --working-dir . -- python jobs/train.py --config conf/train_local_cpu.yaml
+    ray job submit --working-dir . --runtime-env conf/runtime_env.yaml \\
+        -- python jobs/train.py --config conf/train_local_cpu.yaml
 
 Inside a Ray job, or where RAY_ADDRESS is set, it runs on that cluster and starts none of its own. The algorithm itself
 reads from top to bottom in `specactor_ray/trainer/steps.py`.

@@ -126,7 +126,7 @@ def _run(demo: Demo) -> None:
     from specactor_ray.cluster.connection import connect
     from specactor_ray.rollout.planning import resolve
 
-    layout = (f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
+    layout = ("cluster.address=local", f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
     auto, lines = resolve(load_config(None, ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]))
     for line in lines:
         demo.say(line)

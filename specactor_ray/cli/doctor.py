@@ -223,13 +223,10 @@ def _backends() -> Iterator[Finding]:
 
 
 def _clusters() -> Iterator[Finding]:
-    from specactor_ray.cluster.discovery import clusters_to_look_into
+    from specactor_ray.cluster.address import clusters_here
 
     named = os.environ.get("RAY_ADDRESS")
-    try:
-        addresses = [named] if named else clusters_to_look_into()
-    except ClusterError:
-        addresses = []
+    addresses = [named] if named else clusters_here()
     if not addresses:
         yield Finding("cluster", "Ray", "none here; a run starts a private one and ends it")
     for address in addresses:

@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,16 +35,12 @@ from specactor_ray.cli.report import (
 )
 from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
 from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import ignore_signals, signals_deferred
 
-SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
-"""Name of a job → command that it runs."""
 JOB_RUNS = "~/specactor-runs"
-"""Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
-JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
-"""Overrides inside a Ray job. Ray removes the job's own folder when it ends."""
+"""Default of `run.dir` inside a Ray job, on the node where the job's driver runs: Ray removes the job's own folder."""
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
 """What stands in arguments for bytes that are not UTF-8."""
 
@@ -162,30 +158,8 @@ def serve(
     run_server(settings, host, port, model_name, progress)
 
 
-def submit(
-    context: typer.Context,
-    command: Annotated[str, typer.Argument(metavar="COMMAND", help="train, rollout, bench or train-drafter.")],
-    address: Annotated[
-        str | None, typer.Option(help="Dashboard. Default: RAY_API_SERVER_ADDRESS or http://127.0.0.1:8265.")
-    ] = None,
-    runtime_env: Annotated[Path | None, typer.Option(help="YAML file: pip, env_vars and so on.")] = None,
-    follow: Annotated[bool, typer.Option(help="Show the log until the job ends; Ctrl-C stops the job.")] = True,
-) -> None:
-    """Run a command as a job on a Ray cluster that is up, with this folder as its own.
-
-    What follows COMMAND goes to it: specactor submit train --config conf/train_local_cpu.yaml trainer.steps=20
-    """
-    if command not in SUBMITTABLE:
-        raise InputError(f"{command!r} cannot be submitted; COMMAND is one of {', '.join(SUBMITTABLE)}")
-    check_job_arguments(SUBMITTABLE[command].split(), context.args)
-    from specactor_ray.cluster.submission import submit as submit_job
-
-    raise typer.Exit(submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr)))
-
-
 for command in (demo, init, doctor, config, rollout, train, serve, status, scale, plan):
     app.command()(command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(submit)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
 app.add_typer(simulate, name="simulate")
@@ -229,45 +203,13 @@ def put_current_folder_last() -> None:
 
 
 def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run a command on the present cluster: that of this Ray job, or of RAY_ADDRESS; without either, as usual.
+    """Run a command with its arguments on the cluster of this Ray job, which is RAY_ADDRESS there.
 
-    `cluster.address=auto`, and inside a job `run.dir`, come before the arguments: the arguments override them, the
-    configuration file does not, so that a file made for one machine can be submitted to a cluster.
-    `drafter` commands have no such keys, since they use no cluster.
+    `run.dir` comes before the arguments: they override it, the configuration file does not. `drafter` commands have no
+    such key.
     """
-    defaults: Sequence[str] = ()
-    if command[0] != "drafter":
-        outside = ("cluster.address=auto",) if os.environ.get("RAY_ADDRESS") else ()
-        defaults = JOB_DEFAULTS if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") else outside
-    main([*command, *defaults, *arguments])
-
-
-def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> None:
-    """Parse a job's arguments and configuration in the same way as the job, before anything is uploaded.
-
-    Things that only the cluster may have (files by absolute paths, variables of its environment) are left to the job.
-
-    Raises:
-        ConfigError: The configuration is wrong.
-        click.UsageError: An option is unknown or lacks its value.
-    """
-    from omegaconf.errors import InterpolationResolutionError
-
-    from specactor_ray.config import load_config
-
-    parser: Any = typer.main.get_command(app)
-    for name in command:
-        parser = parser.commands[name]
-    defaults = () if command[0] == "drafter" else JOB_DEFAULTS
-    given = parser.make_context(" ".join(command), [*defaults, *arguments]).params
-    file = given.get("config_file")
-    if command[0] == "drafter" or (file is not None and Path(file).is_absolute() and not Path(file).exists()):
-        return
-    try:
-        load_config(file, given["overrides"] or ())
-    except ConfigError as error:
-        if not isinstance(error.__context__, InterpolationResolutionError):
-            raise
+    inside = command[0] != "drafter" and os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    main([*command, *([f"run.dir={JOB_RUNS}"] if inside else []), *arguments])
 
 
 if __name__ == "__main__":

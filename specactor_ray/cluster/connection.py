@@ -1,35 +1,29 @@
-"""Joining or starting a Ray cluster, with errors that come within seconds and name the fix; and the runs on it.
-
-Ray itself waits two minutes for a cluster that does not exist and then ends the process from C++. So the address is
-probed first: whether the cluster is alive, and whether it accepts the token.
-"""
+"""Joining or starting a Ray cluster, with errors that come within seconds and name the fix; and the runs on it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
-from specactor_ray.cluster.discovery import (
+from specactor_ray.cluster.address import (
     PRIVATE_FOLDER,
-    clusters_to_look_into,
+    TOKEN_FIX,
+    cluster_of_run,
     new_token,
     note_address,
-    probe,
-    read_token,
-    resolve_address,
-    shown,
+    ray_folder,
+    require_listener,
     token_for,
 )
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
@@ -40,11 +34,6 @@ from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
-
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+-]+")
-"""Paths that all of Ray's processes can use; it encodes its sockets' in ASCII."""
-_LONGEST_TEMP_DIR = 40
-"""Ray puts Unix sockets about 65 characters below its folder, and their paths may have at most 107."""
 
 
 class Connection:
@@ -97,18 +86,41 @@ def connect(config: ClusterConfig) -> Connection:
 
 @start_phase("joining the Ray cluster")
 def _join(config: ClusterConfig) -> Connection:
-    address = resolve_address(config.address)
-    variables = token_for(address)
-    wants_token = probe(address, read_token(variables))
+    address = require_listener(config.address)
     with contextlib.ExitStack() as held:
-        if wants_token:
-            held.enter_context(shown(variables))
+        held.enter_context(_shown(token_for(address)))
         held.callback(ray.shutdown)
         try:
             ray.init(address=address, **_quiet())
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            fix = f"use Ray {ray.__version__} on both sides. If the cluster requires a token, {TOKEN_FIX}"
+            raise ClusterError(f"could not join the Ray cluster at {address}: {error} Fix: {fix}") from None
         return Connection(ray.get_runtime_context().gcs_address, owned=False, held=held.pop_all())
+
+
+@contextlib.contextmanager
+def _shown(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which Ray in this process, and processes that it starts, use these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    _use(variables)
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def _use(variables: Mapping[str, str | None]) -> None:
+    """Set these variables of the environment (None: remove), and make Ray read them, which it does at its import."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if variables:
+        from ray import _raylet
+
+        compiled: Any = _raylet  # there is no public way to set a token after the import
+        compiled.Config.initialize("")  # first: running threads of Ray must not look for a deleted token
+        compiled.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -116,20 +128,16 @@ def _own_sigterm_handler() -> Iterator[None]:
     """Keep the caller's handler of SIGTERM, if it is Python code. `ray.init` sets two: one in Python, which raises
     SystemExit wherever the main thread is (within a hook of `fork`, such as that of `logging`, the exception is lost
     and a lock stays held), and one in C++, which aborts the process three seconds later."""
-    set_handler = signal.signal
-
-    def set_other_handler(number: Any, handler: Any) -> Any:
-        before = signal.getsignal(number)
-        return before if number == signal.SIGTERM and callable(before) else set_handler(number, handler)
-
-    signal.signal = set_other_handler  # type: ignore[assignment]
+    set_handler, own = signal.signal, signal.getsignal(signal.SIGTERM)
+    if not callable(own) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal = lambda number, handler: own if number == signal.SIGTERM else set_handler(number, handler)  # type: ignore[assignment]
     try:
         yield
     finally:
         signal.signal = set_handler
-        own = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread() and callable(own):
-            signal.signal(signal.SIGTERM, own)  # replaces the handler in C++
+        set_handler(signal.SIGTERM, own)  # replaces the handler in C++
 
 
 def _quiet() -> dict[str, Any]:
@@ -154,12 +162,16 @@ def worker_job_config() -> Any:
 @start_phase("starting Ray")
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
-    base = _base_folder()
-    remove_abandoned(PRIVATE_FOLDER, base)
+    remove_abandoned(PRIVATE_FOLDER, ray_folder())
     with contextlib.ExitStack() as held:
-        folder = make_owned_folder(PRIVATE_FOLDER, base)
+        try:
+            os.makedirs(ray_folder(), exist_ok=True)
+            folder = make_owned_folder(PRIVATE_FOLDER, ray_folder())
+        except OSError as error:
+            problem = f"{ray_folder()} cannot be written to ({error.strerror})"
+            raise ClusterError(f"{problem}. Fix: set RAY_TMPDIR to a folder with a short path.") from None
         held.callback(shutil.rmtree, folder, ignore_errors=True)
-        held.enter_context(shown({**_ray_settings(), **new_token(folder)}))
+        held.enter_context(_shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
             ray.init(
@@ -171,18 +183,13 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
                 **_quiet(),
             )
         except Exception as error:  # noqa: BLE001 - Ray raises bare exceptions, which differ in their message only
-            fix = "Fix: start again when the machine is less busy; Ray gives its processes 30 seconds."
+            fix = "Fix: start again when the machine is less busy (Ray gives its processes 30 seconds); RAY_TMPDIR, if "
+            fix += "it is set, must be a short path in ASCII."
             why = " ".join(str(error).split())
             raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
         address = ray.get_runtime_context().gcs_address
         note_address(folder, address)
         return Connection(address, owned=True, held=held.pop_all())
-
-
-def _base_folder() -> str:
-    """The folder of temporary files, if Ray can use its path."""
-    base = tempfile.gettempdir()
-    return base if len(base) < _LONGEST_TEMP_DIR - 20 and _PLAIN_PATH.fullmatch(base) else "/tmp"
 
 
 def _ray_settings() -> dict[str, str]:
@@ -212,14 +219,14 @@ def find_controller(run: str) -> Any:
 
 
 def join_run(run: str | None, address: str) -> tuple[Connection, str, Any]:
-    """Join the cluster of a run (None: the only one) at an address, or where `auto` finds it on this machine. Returns
-    the connection, the name of the run, and the handle of its controller.
+    """Join the cluster of a run (None: the only one) at an address (`auto`, `local`: that of `cluster_of_run`).
+    Returns the connection, the name of the run, and the handle of its controller.
 
     Raises:
         ClusterError: There is no cluster, or no such run.
         InputError: No run is named, and there is none or more than one.
     """
-    connection = connect(ClusterConfig(address=_address_of_run(run) if address == "auto" else address))
+    connection = connect(ClusterConfig(address=cluster_of_run() if address in ("auto", "local") else address))
     try:
         runs = [run] if run else list_runs()
         if not runs:
@@ -230,27 +237,6 @@ def join_run(run: str | None, address: str) -> tuple[Connection, str, Any]:
     except BaseException:
         connection.close()
         raise
-
-
-def _address_of_run(run: str | None) -> str:
-    """The connected cluster, else the only one on this machine with this run (None: with any run), private ones
-    included."""
-    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
-        return "auto"
-    addresses = clusters_to_look_into()
-    if len(addresses) == 1:
-        return addresses[0]
-    runs: dict[str, list[str]] = {}
-    for address in addresses:
-        with contextlib.suppress(ClusterError), connect(ClusterConfig(address=address)):
-            runs[address] = list_runs()
-    found = [address for address in runs if (run in runs[address] if run else runs[address])]
-    if len(found) == 1:
-        return found[0]
-    there = "; ".join(f"{address}: {', '.join(runs[address]) or 'no run'}" for address in runs)
-    which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
-    count = f"{len(found)} clusters" if found else "no cluster"
-    raise InputError(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
 
 
 def resources_of(address: str) -> str:

@@ -53,9 +53,10 @@ def reject_unlisted(key: str, value: str, allowed: Collection[str]) -> None:
         raise ConfigError(key, problem, f"use one of {', '.join(allowed)}.")
 
 
-def not_empty(default: str | None = None) -> Any:
+def not_empty(default: str | None = None, factory: Callable[[], str] | None = None) -> Any:
     """A path or an address."""
-    return field(default=default, metadata={_CHECK: _reject_empty})
+    checked = {_CHECK: _reject_empty}
+    return field(default_factory=factory, metadata=checked) if factory else field(default=default, metadata=checked)
 
 
 def _reject_empty(key: str, value: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -124,7 +125,8 @@ def _of_run_and_cluster(config: Config) -> Iterator[Problem]:
         fix = f"use more than cluster.health_interval_s ({cluster.health_interval_s})."
         yield "cluster.health_timeout_s", problem, fix
     if cluster.address not in ("local", "auto") and (problem := why_no_address(cluster.address)):
-        yield "cluster.address", problem, ""
+        fix = "correct RAY_ADDRESS, its default." if cluster.address == os.environ.get("RAY_ADDRESS") else ""
+        yield "cluster.address", problem, fix
     for name in ("num_cpus", "num_gpus"):
         if cluster.address != "local" and getattr(cluster, name) is not None:
             problem = "is set, but a cluster that runs already (cluster.address) has a size of its own."

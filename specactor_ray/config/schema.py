@@ -6,6 +6,7 @@ This module imports nothing heavy.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
@@ -90,9 +91,10 @@ class RunConfig:
 class ClusterConfig:
     """Ray cluster of a run, and placement of actors on it."""
 
-    address: str = not_empty("local")
-    """`local` starts a private cluster for the run and stops it at the end; `auto` joins the cluster of this machine
-    (or of the enclosing Ray job); other values are the address of a running cluster (`host:port`)."""
+    address: str = not_empty(factory=lambda: os.environ.get("RAY_ADDRESS") or "local")
+    """`local` starts a private cluster for the run and stops it at the end; `host:port` is the address of a running
+    cluster; `auto` is RAY_ADDRESS, else the newest `ray start` of this machine. Default: RAY_ADDRESS, which Ray sets in
+    its jobs, else `local`."""
     num_cpus: int | None = at_least(1, default=None)
     """CPUs of a `local` cluster. Default: the cores that this process may use."""
     num_gpus: int | None = at_least(0, default=None)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specactor_ray.cluster.discovery import is_connected
+from specactor_ray.cluster.address import is_connected
 from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs, inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import logging
 import math
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
+from specactor_ray.cluster.address import is_connected, require_listener
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, is_hosted, reads_head
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError, ModelLoadError
@@ -89,21 +88,8 @@ def require_parts(config: Config) -> None:
         require_vllm()
         require_engine_arguments(config.target.engine_arguments)
         require_room(config.target, max((one.window for one in specs), default=0))
-    if is_connected():
-        return
-    if config.cluster.address != "local":
-        require_listener(resolve_address(config.cluster.address))
-    elif os.environ.get("RAY_ADDRESS"):
-        _warn_of_another_cluster()
-
-
-@functools.cache
-def _warn_of_another_cluster() -> None:
-    """Warn once per process: commands check a configuration before they import Ray, `Rollout` checks it again."""
-    named = os.environ.get("RAY_ADDRESS")
-    logger.warning(
-        "RAY_ADDRESS=%s is set and not used: a cluster of its own starts; cluster.address=auto joins it", named
-    )
+    if config.cluster.address != "local" and not is_connected():
+        require_listener(config.cluster.address)
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:

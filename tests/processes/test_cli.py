@@ -20,7 +20,6 @@ from tests.tiny import tiny_draft, tiny_target
 REPOSITORY = Path(__file__).parents[2]
 LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
 LONG = ("data.path=good.jsonl", "data.n=2")
-NOWHERE = ("--address", "http://127.0.0.1:1")
 
 
 def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: str) -> Any:
@@ -116,13 +115,6 @@ TRAIN = {
     "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: the run needs 1 GPU(s) in all"),
     "a trainer's checkpoints": (["checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x cannot be written to"),
 }
-SUBMIT = {
-    "a key": (["rollout", "data.paht=x"], "data.paht: unknown key. Did you mean data.path?"),
-    "a file": (["train", "--config", "none.yaml"], "none.yaml: there is no such file."),
-    "a benchmark": (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but a cluster that runs already"),
-    "an address": (["--address", "ray://u:secret@h:1", "rollout"], "--address: 'ray://***@h:1' is not the address of"),
-    "no server": (["rollout", "run.name=${oc.env:OF_THE_CLUSTER}"], "no Ray job server answers at http://127.0.0.1:1"),
-}
 OTHERS = {
     "scale": (["scale", "ngram", "--run", "x"], "'ngram' is not METHOD=N"),
     "scale below 0": (["scale", "ngram=-1", "--run", "x"], "'ngram=-1' is not METHOD=N"),
@@ -144,7 +136,6 @@ BENCH = {
 MISTAKES = [
     *(pytest.param(["rollout", *LONG, *more], line, id=f"rollout, {name}") for name, (more, line) in ROLLOUT.items()),
     *(pytest.param(["train", *LONG, *more], line, id=f"train, {name}") for name, (more, line) in TRAIN.items()),
-    *(pytest.param(["submit", *NOWHERE, *more], line, id=f"submit, {name}") for name, (more, line) in SUBMIT.items()),
     *(pytest.param(["bench", "rollout", *LONG, option], line, id=option) for option, line in BENCH.items()),
     *(pytest.param(more, line, id=name) for name, (more, line) in OTHERS.items()),
 ]
@@ -170,20 +161,6 @@ class TestUserErrors:
         ):
             done = specactor(folder, *arguments)
             assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)
-
-    def test_another_cluster_is_named_before_anything_is_loaded(self, folder: Path) -> None:
-        done = specactor(folder, "rollout", "data.path=good.jsonl", "target.gpus=1", RAY_ADDRESS="127.0.0.1:9")
-        warning, error = " ".join(done.stderr.split()).split("error: ")
-        assert "RAY_ADDRESS=127.0.0.1:9 is set and not used" in warning and "cluster.address=auto" in warning
-        assert done.returncode == 2 and "target.gpus" in error
-
-    def test_submit_of_an_unknown_option(self, folder: Path) -> None:
-        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", "bench", "--mode", "plain")
-        assert done.returncode == 2 and "No such option" in done.stderr and "Traceback" not in done.stderr
-
-    def test_submit_leaves_to_the_job_what_only_the_cluster_has(self) -> None:
-        cli.check_job_arguments(["rollout"], ["data.path=x"])
-        cli.check_job_arguments(["train"], ["-c", "/no.yaml"])
 
     @pytest.mark.parametrize(("setting", "meant"), [("epoch=3", "Did you mean epochs?"), ("device=cpu", "")])
     def test_settings_of_drafters(self, folder: Path, setting: str, meant: str) -> None:
@@ -224,18 +201,21 @@ class TestJobs:
         program = str(REPOSITORY / "jobs" / "rollout.py"), "--config", LOCAL, "data.path=good.jsonl"
         done = run_program(folder, program, RAY_ADDRESS="127.0.0.1:1")
         assert done.returncode == 2
-        assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr.splitlines()[-1]
+        assert "no Ray cluster answers at 127.0.0.1:1 (RAY_ADDRESS)" in done.stderr.splitlines()[-1]
 
-    def test_an_address_among_the_arguments_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_arguments_override_the_folder_of_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[list[str]] = []
         monkeypatch.setattr(cli, "main", lambda arguments: seen.append(list(arguments)))
-        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-        cli.run_as_job(["rollout"], ["--config", LOCAL, "cluster.address=10.0.0.9:6379"])
-        assert load_config(None, ["mode=plain", seen[0][1], seen[0][-1]]).cluster.address == "10.0.0.9:6379"
-        monkeypatch.delenv("RAY_ADDRESS")
         monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
         cli.run_as_job(["rollout"], ["--config", LOCAL])
-        assert seen[1] == ["rollout", "--config", LOCAL]
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        cli.run_as_job(["rollout"], ["--config", LOCAL, "run.dir=/mine"])
+        cli.run_as_job(["drafter", "train"], [])
+        assert seen == [
+            ["rollout", "--config", LOCAL],
+            ["rollout", f"run.dir={cli.JOB_RUNS}", "--config", LOCAL, "run.dir=/mine"],
+            ["drafter", "train"],
+        ]
 
 
 def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:

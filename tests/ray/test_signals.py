@@ -62,7 +62,7 @@ def test_sigterm_while_actors_start_ends_in_order(tmp_path: Path, short_folder: 
     process = subprocess.Popen(
         [sys.executable, "-m", "specactor_ray.cli.main", "rollout", *overrides],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_folder)},
+        env={**os.environ, "RAY_TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,7 +97,7 @@ with sigterm_interrupts():
 
 
 def test_sigterm_while_ray_forks_is_neither_lost_nor_tears_a_lock(short_folder: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
     command = [sys.executable, "-c", IN_A_FORK]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "terminated\n", "interrupted; stopping ...\n")

@@ -1,4 +1,4 @@
-"""`ray start --head` and `specactor submit`, as a user would, with token authentication."""
+"""`ray start --head` and `ray job submit` of the scripts in `jobs/`, as a user would, with token authentication."""
 
 from __future__ import annotations
 
@@ -29,14 +29,21 @@ SCRIPTS = Path(sys.executable).parent
 @dataclass
 class Head:
     address: str
+    """Of the dashboard."""
+    cluster: str
     environment: dict[str, str]
 
-    def specactor(self, *arguments: str, **more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "specactor_ray.cli.main", *arguments]
-        environment = {name: value for name, value in {**self.environment, **more}.items() if value}
+    def job(self, *arguments: str) -> subprocess.Popen:
+        """`ray job` with these arguments."""
+        command = [str(SCRIPTS / "ray"), "job", arguments[0], "--address", self.address, *arguments[1:]]
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+
+    def submit(self, name: str, script: str, *arguments: str) -> subprocess.Popen:
+        """By the command of docs/training.md."""
+        of_job = ["--working-dir", ".", "--runtime-env", "conf/runtime_env.yaml"]
+        return self.job("submit", "--submission-id", name, *of_job, "--", "python", f"jobs/{script}.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,7 @@ def head() -> Iterator[Head]:
     address = f"http://127.0.0.1:{dashboard}"
     try:
         wait_until(lambda: answers(dashboard, process), "the dashboard", 120.0)
-        yield Head(address, environment)
+        yield Head(address, f"127.0.0.1:{port}", environment)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -90,30 +97,38 @@ def overrides(tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
-def test_a_submitted_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
-    submitted = head.specactor("submit", "--address", head.address, "rollout", *overrides(tmp_path))
+def test_a_submitted_job_succeeds(head: Head, tmp_path: Path) -> None:
+    submitted = head.submit("rollout", "rollout", *overrides(tmp_path))
     output = submitted.communicate(timeout=200)[0]
-    assert submitted.returncode == 0 and "SUCCEEDED" in output, output
+    assert submitted.returncode == 0 and "succeeded" in output, output
     assert "run job: mode " in output and "run job: from another terminal, specactor status" in output
+    assert head.cluster.rpartition("127.0.0.1")[2] in output  # in this line: the run joined the job's cluster
     assert len((tmp_path / "runs" / "job" / "trajectories.jsonl").read_text().splitlines()) == 4 * len(tiny.COLOURS)
 
 
-def test_an_interrupt_stops_a_training_job_with_a_checkpoint(head: Head, tmp_path: Path) -> None:
+def test_a_stopped_training_job_leaves_a_checkpoint(head: Head, tmp_path: Path) -> None:
     rewards = "reward.functions=[{name: 'tests.fakes.reward_functions:sleepy'}]"
     training = (rewards, "trainer.prompts_per_step=2", "trainer.steps=500")
-    process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, *training))
+    process = head.submit("train", "train", *overrides(tmp_path, *training))
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
     wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), "a step", 240.0)
-    process.send_signal(signal.SIGINT)
+    stopped = head.job("stop", "train")
+    assert "stopped" in stopped.communicate(timeout=240)[0]
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == 130, output
-    assert "STOPPED" in output and "step 1/500: reward" in output
+    assert "step 1/500: reward" in output and "saving a checkpoint" in output and "was stopped" in output, output
     assert list((tmp_path / "runs" / "job" / "checkpoints").glob("step-*"))
 
 
 def test_without_the_token_the_error_says_what_to_do(head: Head, tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN_PATH": ""}
-    process = head.specactor("submit", "--address", head.address, "train", **home)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 2, output
-    assert "RAY_AUTH_MODE=token" in output and "Traceback" not in output
+    environment = {name: value for name, value in head.environment.items() if not name.startswith("RAY_AUTH")}
+    done = subprocess.run(
+        [sys.executable, "-m", "specactor_ray.cli.main", "status", "--address", head.cluster],
+        cwd=ROOT,
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "RAY_AUTH_MODE=token" in done.stderr and "Traceback" not in done.stderr
