@@ -111,14 +111,14 @@ class SimulatedRollouts(VirtualRun):
 
     def _share(self) -> float:
         """Share of the output tokens that are there; those of requests that begin at the end of a run do not count."""
-        there = self.clients[0].dispatcher.journal.committed_tokens if self.clients else 0
+        there = self.queues[0].dispatcher.journal.committed_tokens if self.queues else 0
         return min(there / self._tokens, 1.0)
 
     # ---- the driver ----
 
     def _drive(self) -> None:
         self.start_run()
-        journal, begin, result = self.client.dispatcher.journal, self.clock.now(), self.result
+        journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
         if self.scenario.workload.arrival is Arrival.daily:
             self._day(begin)
         else:
@@ -127,12 +127,12 @@ class SimulatedRollouts(VirtualRun):
         if result.drafting_s:
             verifying, drafting = result.devices - result.draft_devices, result.drafting_s / result.rollout_s
             result.devices, result.draft_devices = verifying + drafting, drafting
-        result.metrics = self.client.metrics()
-        self.client.shutdown()
+        result.metrics = self.queue.metrics()
+        self.shut_down()
         self._done = True
 
     def _stream(self, begin: float) -> None:
-        stream = self.client.run(self.entries())
+        stream = self.stream(self.entries())
         for entry in stream:
             assert entry.finished is not None
             if entry.finished.error:
@@ -141,11 +141,11 @@ class SimulatedRollouts(VirtualRun):
             if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
         stream.close()
-        if self.client.dispatcher.reissues:
+        if self.queue.dispatcher.reissues:
             raise SimulationError("verifiers were lost without a fault")
 
     def _day(self, begin: float) -> None:
-        """Send requests at their times through the engine."""
+        """Send requests at their times through the queue."""
         clock, entries, result = self.clock, self.entries(), self.result
         arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} 0")
 
@@ -156,7 +156,7 @@ class SimulatedRollouts(VirtualRun):
                 result.latency_s.append(clock.now() - arrived)
                 result.ended_s.append(clock.now() - begin)
 
-            handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
+            handle = self.queue.submit(list(entry.prompt_token_ids), entry.sampling)
             handle.future.add_done_callback(end)
 
         for at, entry in zip(arrivals, entries, strict=True):

@@ -19,7 +19,7 @@ from specactor_ray.cluster.connection import connect
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import make_owned_folder
-from specactor_ray.rollout.run_client import status_of_run
+from specactor_ray.rollout.operations import status_of_run
 
 SECRET = "5eedfeed" * 8
 NAMES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
