@@ -76,8 +76,8 @@ def read_rows(
 
 
 def _checked_row(row: Any, where: str, num_ids: int | None) -> Row:
-    prompt = _prompt_of(row, where)
-    if num_ids is not None and "prompt_token_ids" in row and (largest := max(prompt)) >= num_ids:  # type: ignore[type-var]
+    _prompt_of(row, where)
+    if num_ids is not None and "prompt_token_ids" in row and (largest := max(row["prompt_token_ids"])) >= num_ids:
         problem = f"token id {largest} is outside the vocabulary of target.model (0 to {num_ids - 1})"
         raise InputError(f"{where}: {problem}. Fix: encode prompts with the tokenizer of target.model")
     return row  # type: ignore[no-any-return]

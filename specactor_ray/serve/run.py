@@ -87,9 +87,9 @@ class Server(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             connection.check(now)  # type: ignore[union-attr]
-        if counter % _REPORT_TICKS == _REPORT_TICKS - 1:
-            if line := await asyncio.to_thread(self._traffic.line, time.monotonic()):
-                self._report(line)
+        is_due = counter % _REPORT_TICKS == _REPORT_TICKS - 1
+        if is_due and (line := await asyncio.to_thread(self._traffic.line, time.monotonic())):
+            self._report(line)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

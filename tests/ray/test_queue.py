@@ -96,6 +96,7 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
         loop.start()
     first, second = (rollout.stream(prompts, SAMPLING, n=1) for _ in range(2))
     next(first)
+    assert rollout.queue.open_streams == 1
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(blocked, range(16)))
     done = sorted(second, key=lambda one: one.prompt_index)
