@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a request costs the driver: by `Engine.generate`, over HTTP, and streamed; a run of a small model behind it.
+"""What a request costs the driver: by `RequestQueue.generate`, over HTTP, and streamed, with a run of a small model
+behind it.
 
 CPU seconds are those of the driver's process (user and system, all threads, Ray's included); clients of HTTP are a
 process of their own.
@@ -46,7 +47,7 @@ def main(
 
 def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Point]:
     """One round of each measurement."""
-    engine, points = rollout.engine, list[Point]()
+    queue, points = rollout.queue, list[Point]()
     one, many = (SamplingParams(max_tokens=count, seed=1, ignore_eos=True) for count in (1, tokens))
 
     def add(what: str, seconds: float) -> None:
@@ -65,16 +66,16 @@ def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Poin
         await asyncio.gather(*(some() for _ in range(_CONNECTIONS)))
 
     async def read(sampling: SamplingParams) -> None:
-        async for _ in engine.submit(PROMPT, sampling).batches():
+        async for _ in queue.submit(PROMPT, sampling).batches():
             pass
 
     begin = time.thread_time()
-    handles = [engine.submit(PROMPT, one) for _ in range(requests)]
+    handles = [queue.submit(PROMPT, one) for _ in range(requests)]
     add("submit, of its own thread", time.thread_time() - begin)
     for handle in handles:
         handle.result()
     for sampling in (one, many):
-        send = lambda sampling=sampling: engine.generate(PROMPT, sampling)  # noqa: E731
+        send = lambda sampling=sampling: queue.generate(PROMPT, sampling)  # noqa: E731
         add_cpu(f"generate, {sampling.max_tokens} token(s)", lambda send=send: asyncio.run(side_by_side(send)))
     add_cpu(f"stream, {tokens} tokens", lambda: asyncio.run(side_by_side(lambda: read(many))))
     body = {"prompt": PROMPT, "max_tokens": tokens, "seed": 1, "ignore_eos": True}

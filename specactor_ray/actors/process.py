@@ -75,7 +75,7 @@ class ActorHost:
         """The target engine of a verifier; loads the model."""
         from specactor_ray.draft.proposer import footprint
         from specactor_ray.models.cache_size import device_bytes
-        from specactor_ray.target.base import build_engine
+        from specactor_ray.target.build import build_engine
 
         target, hosted = spec.config.target, 0.0
         if target.gpus and target.kv_cache_gb is None:

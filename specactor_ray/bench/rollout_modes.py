@@ -69,11 +69,11 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
     prompts, for a file that cannot be read, or two of the same name."""
     if not paths and config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: --prompts prompts.jsonl")
-    paths = paths or [Path(str(config.data.path))]
+    key, paths = ("--prompts", paths) if paths else ("data.path", [Path(str(config.data.path))])
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
         raise InputError("--prompts: two files have the same name, which names their workload")
-    prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
+    prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit, key)) for path in paths}
     return [
         Workload(
             f"{name} T={heat:g}",

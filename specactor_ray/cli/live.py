@@ -28,7 +28,7 @@ def scale(
 ) -> None:
     """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
-    from specactor_ray.rollout.run_client import scale_run
+    from specactor_ray.rollout.operations import scale_run
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
@@ -51,7 +51,7 @@ def status(
     if watch:
         _watch(console, run, address, every)
         return
-    from specactor_ray.rollout.run_client import status_of_run
+    from specactor_ray.rollout.operations import status_of_run
 
     console.print(_actors(*status_of_run(run, address)))
 
@@ -60,7 +60,7 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
     """Redraw the status in a terminal, else print one status after the other."""
     from rich.live import Live
 
-    from specactor_ray.rollout.run_client import watch_run
+    from specactor_ray.rollout.operations import watch_run
 
     name = None
     shown = Live(console=console, auto_refresh=False, vertical_overflow="visible") if console.is_terminal else None

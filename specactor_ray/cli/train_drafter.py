@@ -146,7 +146,7 @@ def _longest_prompt(recipe: DrafterRecipe, target: Any) -> int:
 
 
 def _encoded(data: Path, recipe: DrafterRecipe, target: Any) -> list[TokenIds]:
-    prompts = read_prompts(data)
+    prompts = read_prompts(data, key="--data")
     tokenizer = load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code)
     encoded = [encode_prompt(tokenizer, prompt, recipe.chat) for prompt in prompts]
     largest = max(max(prompt) for prompt in encoded)

@@ -32,6 +32,9 @@ from numba.types import CPointer, void
 
 from specactor_ray.core.files import cache_dir
 
+_caches: set[Path] = set()
+"""Folders for the compiled code of the modules that this process has imported."""
+
 
 class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """An on-disk cache of compiled code, for use inside `held`; a change of `sources` invalidates the code."""
@@ -41,6 +44,7 @@ class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
         files = (inspect.getfile(function), *(str(module.__file__) for module in sources))
         self._folder = _root() / f"{function.__module__}-{_digest(files)}"
         self._cache_path = str(self._folder)
+        _caches.add(self._folder)
         make_folder = functools.partial(self._folder.mkdir, parents=True, exist_ok=True)
         self._impl._locator = SimpleNamespace(ensure_cache_path=make_folder)
         self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, "")
@@ -58,6 +62,11 @@ class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
                 yield
             finally:
                 self._is_held = before
+
+
+def is_cold() -> bool:
+    """Whether none of the imported modules' kernels has been compiled on this machine."""
+    return not any(folder.exists() for folder in _caches)
 
 
 @functools.cache

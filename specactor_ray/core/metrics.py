@@ -1,6 +1,7 @@
 """Metrics of a run: names, units and help texts, and their values from existing counters.
 
-Actors and the driver export them through Ray (`cluster/metrics.py`); `RunClient.metric_rows` has those of the driver.
+Actors and the driver export them through Ray (`cluster/metrics.py`);
+`RequestQueue.metric_rows` has those of the driver.
 """
 
 from __future__ import annotations

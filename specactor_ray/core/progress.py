@@ -128,7 +128,7 @@ class PhaseProgress:
             self._poll(self)
         self._bar.stop()
         if self._bar.disable and self._line:
-            say(self._console, f"{self._line} in {self.seconds:.0f} s")
+            say(self._console, f"{self._line}, ended after {self.seconds:.0f} s")
 
     @property
     def seconds(self) -> float:

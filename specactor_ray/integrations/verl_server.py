@@ -168,8 +168,8 @@ class VerlServer:
         """Start the rollout; returns the name of its run."""
         self._rollout = await asyncio.to_thread(self._start)
         self._control = Control(self._rollout)
-        self._rollout.engine.max_waiting = _ANY_NUMBER  # verl limits its requests
-        self._rollout.engine.tokenizer = None  # it exchanges token ids
+        self._rollout.queue.max_waiting = _ANY_NUMBER  # verl limits its requests
+        self._rollout.queue.tokenizer = None  # it exchanges token ids
         return self._rollout.run_name
 
     async def generate(
@@ -194,7 +194,7 @@ class VerlServer:
         seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
         length = self._rollout.config.target.max_model_len or 0
         sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
-        output = await self._rollout.engine.generate(prompt, sampling, request_id=request_id, priority=int(priority))
+        output = await self._rollout.queue.generate(prompt, sampling, request_id=request_id, priority=int(priority))
         if output.error:
             raise InputError(f"verl: request {request_id} cannot run: {output.error}")
         if output.finish_reason == "abort" and own_seed:
@@ -207,7 +207,7 @@ class VerlServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
-        names = [handle.request_id for handle in self._rollout.engine.running()]
+        names = [handle.request_id for handle in self._rollout.queue.running()]
         await self._control.pause(WeightPolicy.ABORT, reject_request)
         return {"aborted_count": len(names), "request_ids": names}
 

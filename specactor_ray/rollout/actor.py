@@ -34,9 +34,9 @@ class RolloutActor:
         return self._rollout.run_name
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
-        """One output; arguments and errors as in `Engine.submit`. `ray.cancel` of the call aborts the request."""
+        """One output; arguments and errors as in `RequestQueue.submit`. `ray.cancel` of the call aborts the request."""
         await self._control.ready()
-        return await self._rollout.engine.generate(prompt, sampling, **options)
+        return await self._rollout.queue.generate(prompt, sampling, **options)
 
     async def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
@@ -44,14 +44,14 @@ class RolloutActor:
         """Yield the tokens of one output as they are committed, those that arrived together as one list. As `generate`;
         a request that cannot run raises a SpecActorError."""
         await self._control.ready()
-        handle = await self._rollout.engine.begin(prompt, sampling, **options)
+        handle = await self._rollout.queue.begin(prompt, sampling, **options)
         try:
             async for tokens in handle.batches():
                 yield tokens
             if reason := (await handle).error:
                 raise SpecActorError(reason)
         finally:
-            self._rollout.engine.drop(handle)
+            handle.drop()
 
     async def abort(self, request_id: str | None = None) -> int:
         """Abort the requests with this name, or all; their callers get the committed tokens. Returns their number."""
@@ -84,7 +84,7 @@ class RolloutActor:
 
     async def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers."""
-        return self._rollout.metrics()
+        return await asyncio.to_thread(self._rollout.metrics)
 
     async def close(self) -> None:
         """End the rollout; waiting callers get an error."""

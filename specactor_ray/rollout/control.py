@@ -26,7 +26,7 @@ class Control:
     """Operations of trainers on a rollout besides generation. All coroutines run in one event loop."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self._rollout, self._engine = rollout, rollout.engine
+        self._rollout, self._queue = rollout, rollout.queue
         self.is_asleep = False
         """The verifiers have no memory until `wake`."""
         self.is_rejecting = False
@@ -49,9 +49,9 @@ class Control:
         their committed tokens, `wait` lets running ones end, `keep` lets them continue after `resume`. Returns when no
         request runs, or at `resume`. Idempotent; the policy of each call applies to the requests that run at that time,
         and the last one decides about new requests."""
-        drained = asyncio.wrap_future(self._engine.pause(policy))
+        drained = asyncio.wrap_future(self._queue.pause(policy))
         if self.is_paused:
-            self._engine.resume()  # several pauses count as one
+            self._queue.resume()  # several pauses count as one
         self.is_rejecting = rejects
         self._paused.set()
         self._resumed.clear()
@@ -65,7 +65,7 @@ class Control:
             self.is_rejecting = False
             self._paused.clear()
             self._resumed.set()
-            self._engine.resume()
+            self._queue.resume()
 
     async def ready(self) -> None:
         """Wait for the end of a pause, then end a sleep."""
@@ -76,9 +76,9 @@ class Control:
 
     async def abort(self, request_id: str | None = None) -> list[Handle]:
         """Abort the requests with this name, or all; returns them when they have ended with their committed tokens."""
-        running = self._engine.running(request_id)
+        running = self._queue.running(request_id)
         for handle in running:
-            self._engine.drop(handle)
+            handle.drop()
         await _ended(running, _ABORT_S)
         return running
 
@@ -128,10 +128,10 @@ class Control:
                 return
             self.is_asleep = True  # requests wait in `ready` from now on
             try:
-                while self._engine.beginning:
+                while self._queue.beginning:
                     await asyncio.sleep(_POLL_S)
                 if policy is WeightPolicy.WAIT:
-                    ended = asyncio.ensure_future(_ended(self._engine.running()))
+                    ended = asyncio.ensure_future(_ended(self._queue.running()))
                     await _either(ended, self._paused)
                     ended.cancel()
                 await self._fall_asleep(policy)
@@ -140,20 +140,20 @@ class Control:
                 raise
 
     async def _fall_asleep(self, policy: WeightPolicy) -> None:
-        drained = asyncio.wrap_future(self._engine.pause(policy))  # beside a pause of the trainer
+        drained = asyncio.wrap_future(self._queue.pause(policy))  # beside a pause of the trainer
         try:
             if policy is WeightPolicy.ABORT:
                 await self.abort()
             await drained
             await asyncio.to_thread(self._rollout.sleep)
         finally:
-            self._engine.resume()
+            self._queue.resume()
 
     async def wake(self) -> None:
         """End the sleep, if there is one."""
         async with self._changing:
             if self.is_asleep:
-                await asyncio.to_thread(self._rollout.wake_if_asleep)
+                await asyncio.to_thread(self._queue.wake_verifiers)
                 self.is_asleep = False
 
 

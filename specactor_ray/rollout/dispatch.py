@@ -6,7 +6,7 @@ Every admitted request is returned exactly once: finished, aborted, or failed wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.metrics import Row, row, verifier_rows
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
@@ -83,9 +84,26 @@ class Dispatcher:
         return not self.journal.entries and not self._ended and not self.verifiers.has_notices
 
     @property
+    def is_counted(self) -> bool:
+        """Whether requests run, or the counters of all verifiers are final, as far as can be determined."""
+        return bool(self.journal.entries) or self.verifiers.have_totals
+
+    @property
     def waiting(self) -> int:
         """Number of requests outside of streams that wait to begin."""
         return self.backlog.single
+
+    def metric_rows(self, verifiers: bool) -> Iterator[Row]:
+        """Metrics of the requests, and the latest ones of the verifiers; for any thread."""
+        journal = self.journal
+        yield row("specactor_requests_in_flight", in_flight := journal.owned)
+        yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
+        yield row("specactor_requests_reissued_total", self.reissues)
+        yield row("specactor_journaled_tokens_total", journal.committed_tokens)
+        yield row("specactor_discarded_tokens_total", journal.discarded_tokens)
+        for verifier_id in list(self._links) if verifiers else []:
+            if (counters := self.verifiers.counters.get(verifier_id)) is not None:
+                yield from verifier_rows(verifier_id, counters)
 
     def admit(self, entries: Sequence[JournalEntry]) -> None:
         """Admit requests with new ids. They run with the newest version of the weights at their beginning."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from specactor_ray.rollout.dispatch_thread import DispatchThread, Reader, wake
+from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from specactor_ray.rollout.engine import Engine
 
 
 class Token(NamedTuple):
@@ -25,42 +24,23 @@ class Token(NamedTuple):
     """The `sampling.logprobs` most probable tokens at its position with their log-probabilities."""
 
 
-Reader = tuple[asyncio.AbstractEventLoop | None, Any]
-"""Event that a reader of tokens waits for, and its event loop, if it has one."""
-
-
-def wake(readers: Iterable[Reader]) -> None:
-    """Wake readers, those of an event loop by one call: each call is a system call, and may give up Python's lock."""
-    by_loop = dict[asyncio.AbstractEventLoop | None, list[Any]]()
-    for loop, ready in readers:
-        by_loop.setdefault(loop, []).append(ready)
-    for loop, events in by_loop.items():
-        if loop is None:
-            _set(events)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set, events)
-
-
-def _set(events: Iterable[Any]) -> None:
-    for event in events:
-        event.set()
-
-
 class Handle:
-    """One submitted request; for any thread, and with `await` and `batches` for any event loop."""
+    """One submitted request; for any thread, and with `await` and `batches` for any event loop. `read` makes its output
+    from the journal's entry."""
 
-    def __init__(self, engine: Engine, key: str, request_id: str | None = None) -> None:
+    def __init__(
+        self, thread: DispatchThread, read: Callable[[Any], Trajectory], key: str, request_id: str | None = None
+    ) -> None:
         self.request_id = key if request_id is None else request_id
         """Name that the caller gave; several requests may have it."""
         self.key = key
         """Name of this request alone."""
         self.future: Future[Any] = Future()
-        """Done when the request has ended, with the argument of `Engine.trajectory`, or the error."""
+        """Done when the request has ended, with the entry of the journal, or the error."""
         self.future.set_running_or_notify_cancel()  # cannot be cancelled by a caller: that would not end the request
         self.pushed: list[Token] = []
         """Committed tokens pushed so far."""
-        self._engine, self._readers = engine, list[Reader]()
+        self._thread, self._make, self._readers = thread, read, list[Reader]()
         self._output: Trajectory | None = None
 
     def result(self, timeout: float | None = None) -> Trajectory:
@@ -70,20 +50,25 @@ class Handle:
             TimeoutError: The request has not ended within `timeout` seconds.
             ActorLostError: The run ended before the request.
         """
-        return self._read(self._engine.clock.result(self.future, float("inf") if timeout is None else timeout))
+        return self._read(self._thread.clock.result(self.future, float("inf") if timeout is None else timeout))
 
     def done(self) -> bool:
         """Whether the request has ended."""
         return self.future.done()
 
+    def drop(self) -> None:
+        """Abort the request, unless it has ended; returns at once."""
+        if not self.done():
+            self._thread.drop(self.key)
+
     def abort(self) -> Trajectory:
         """End the request with its committed tokens (`finish_reason` `abort`), unless it has ended already."""
-        self._engine.drop(self)
+        self.drop()
         return self.result()
 
     def tokens(self) -> Iterator[Token]:
         """Yield the committed tokens one by one as they arrive. Raises as `result`."""
-        ready, at = self._engine.clock.event(), 0
+        ready, at = self._thread.clock.event(), 0
         with self._read_by((None, ready)):
             while True:
                 ready.clear()
@@ -115,13 +100,15 @@ class Handle:
                 if not fresh:
                     await ready.wait()
 
-    def push(self, tokens: Sequence[tuple[Any, ...]]) -> list[Reader]:
-        """Append committed tokens, given as the fields of `Token`s. Returns the readers, which the caller wakes."""
-        self.pushed.extend(itertools.starmap(Token, tokens))
+    def push(self, entry: JournalEntry) -> Sequence[Reader]:
+        """Append the new tokens of the entry, if there are any. Returns the readers, which the caller wakes."""
+        if entry.num_tokens <= len(self.pushed):
+            return ()
+        self.pushed.extend(itertools.starmap(Token, entry.tokens_from(len(self.pushed))))
         return self._readers.copy()
 
     def end(self, ended: Any) -> None:
-        """Mark the request as ended, with the argument of `Engine.trajectory` or with an exception."""
+        """Mark the request as ended, with its entry or with an exception."""
         if isinstance(ended, BaseException):
             self.future.set_exception(ended)
         else:
@@ -130,14 +117,15 @@ class Handle:
     def _read(self, ended: Any) -> Trajectory:
         """The output, decoded once."""
         if self._output is None:
-            self._output = self._engine.trajectory(ended)
+            self._output = self._make(ended)
         return self._output
 
     @contextlib.contextmanager
     def _read_by(self, reader: Reader) -> Iterator[None]:
         self.future.add_done_callback(lambda _future: wake([reader]))
         self._readers.append(reader)
-        self._engine.watch(self)
+        if not self.done():
+            self._thread.watch(self.key, self.push)
         try:
             yield
         finally:

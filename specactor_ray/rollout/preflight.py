@@ -105,6 +105,17 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
         raise ModelLoadError(f"{key}: {error}") from None
 
 
+def known_vocabulary(config: Config) -> int | None:
+    """Number of the target's token ids, if its `config.json` is on this machine and has it."""
+    size = None
+    with contextlib.suppress(ModelLoadError):  # reported by `require_named`
+        if (folder := require_model(config.target.model)) is not None:
+            facts = read_config(folder)
+            nested = facts.get("text_config")
+            size = (nested if isinstance(nested, dict) else facts).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def require_devices(config: Config, trains: bool = False) -> None:
     """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
     trainer. `mode: auto` must be resolved before. The ConfigError has the needed and the existing ones."""

@@ -42,9 +42,9 @@ _LATER: Sequence[Message] = (*_OPENING, {"role": "assistant", "content": "Answer
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts of `read_rows`, without other columns."""
-    return [split_row(row)[0] for row in read_rows(path, limit)]
+def read_prompts(path: str | Path, limit: int | None = None, key: str = "data.path") -> list[Prompt]:
+    """The prompts of `read_rows`, without other columns. `key`: key or option that names the file, for messages."""
+    return [split_row(row)[0] for row in read_rows(path, limit, key=key)]
 
 
 def split_row(row: Prompt | Row, where: str = "the row") -> tuple[Prompt, dict[str, Any]]:
@@ -55,58 +55,67 @@ def split_row(row: Prompt | Row, where: str = "the row") -> tuple[Prompt, dict[s
     return _prompt_of(row, where), {key: value for key, value in row.items() if key not in _KINDS}
 
 
-def read_rows(path: str | Path, limit: int | None = None) -> list[Prompt | Row]:
+def read_rows(
+    path: str | Path, limit: int | None = None, num_ids: int | None = None, key: str = "data.path"
+) -> list[Prompt | Row]:
     """Rows of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
-    (one per line), without blank lines. An InputError has the number of a malformed line."""
+    (one per line), without blank lines. An InputError has the number of a malformed line. `num_ids`: size of the
+    target's vocabulary, if it is known; `key` as of `read_prompts`."""
     if str(path).startswith(("hf:", "reasoning_gym:")):
-        raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
+        raise InputError(f"{key}: {path} names tasks, which only `specactor train` reads. Fix: name a file of prompts")
     path = Path(path)
     if path.suffix in (".jsonl", ".json"):
-        found: Iterator[Prompt | Row] = (_checked_row(row, f"{path}, line {at}") for at, row in read_jsonl(path))
+        lines = read_jsonl(path, key)
+        found: Iterator[Prompt | Row] = (_checked_row(row, f"{path}, line {at}", num_ids) for at, row in lines)
     else:
-        found = iter(read_text(path))
+        found = iter(read_text(path, key))
     rows = list(itertools.islice(found, limit))
     if not rows:
-        raise InputError(f"{path}: no prompts in it; write one JSON object with {_KINDS_IN_WORDS} per line")
+        raise InputError(f"{key}: {path} has no prompts. Fix: write one JSON object with {_KINDS_IN_WORDS} per line")
     return rows
 
 
-def _checked_row(row: Any, where: str) -> Row:
+def _checked_row(row: Any, where: str, num_ids: int | None) -> Row:
     _prompt_of(row, where)
+    if num_ids is not None and "prompt_token_ids" in row and (largest := max(row["prompt_token_ids"])) >= num_ids:
+        problem = f"token id {largest} is outside the vocabulary of target.model (0 to {num_ids - 1})"
+        raise InputError(f"{where}: {problem}. Fix: encode prompts with the tokenizer of target.model")
     return row  # type: ignore[no-any-return]
 
 
-def read_text(path: str | Path) -> list[str]:
+def read_text(path: str | Path, key: str = "data.path") -> list[str]:
     """Lines of a text file that are not blank; InputError if it cannot be read, or is not UTF-8."""
-    return [line for _, line in _lines(Path(path))]
+    return [line for _, line in _lines(Path(path), key)]
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
+def read_jsonl(path: str | Path, key: str = "data.path") -> Iterator[tuple[int, Any]]:
     """Yield `(line number, value)` of every line of a JSONL file that is not blank. An InputError has the number of a
     line that is not JSON."""
-    for number, line in _lines(Path(path)):
+    for number, line in _lines(Path(path), key):
         try:
             yield number, parse_json(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from None
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
+def _lines(path: Path, key: str) -> list[tuple[int, str]]:
+    fix = "Fix: name a file of prompts"
     if path.is_dir():
-        raise InputError(f"{path} is a folder; name a file of prompts")
+        raise InputError(f"{key}: {path} is a folder. {fix}")
     if path.suffix in _TABLES:
-        raise InputError(f"{path} is a table; write its rows as JSONL, one object with {_KINDS_IN_WORDS} a line")
+        rows = f"write its rows as JSONL, one object with {_KINDS_IN_WORDS} a line"
+        raise InputError(f"{key}: {path} is a table. Fix: {rows}")
     try:
         # Only a newline ends a line: JSON may contain the other characters at which str.splitlines splits.
         lines = find_file(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}; name a file of prompts") from None
+        raise InputError(f"{key}: there is no file {path}. {fix}") from None
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
         problem = f"{path}, line {number}: not UTF-8 text (byte {error.start} of the file)"
         raise InputError(f"{problem}. Fix: save it as UTF-8 (iconv -f latin1 -t utf-8)") from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+        raise InputError(f"{key}: {path} cannot be read ({error.strerror}). {fix} that you may read") from None
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

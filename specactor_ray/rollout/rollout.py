@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specactor_ray.actors.process import put_weights
+from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
@@ -19,6 +20,8 @@ from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.jit import is_cold
+from specactor_ray.core.metrics import Row as MetricRow
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import interruption
@@ -27,10 +30,11 @@ from specactor_ray.models.loading import locate_model
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.operations import actors_status, ask, call_all
 from specactor_ray.rollout.preflight import context_tokens, load_target_config, prepare
-from specactor_ray.rollout.prompts import Encoded, Prompt, Row, encode_prompts, split_row, text_options
-from specactor_ray.rollout.run_client import RunClient
-from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
+from specactor_ray.rollout.prompts import Encoded, Prompt, Row, encode_prompts, split_row
+from specactor_ray.rollout.queue import RequestQueue
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.transport.messages import WeightSet
 
@@ -40,7 +44,7 @@ Sampling = SamplingParams | Sequence[SamplingParams]
 """One for all prompts, or one for each."""
 
 
-class Rollout(RunClient):
+class Rollout:
     """A running set of verifiers and draft actors that turns prompts into trajectories.
 
     ```python
@@ -49,7 +53,7 @@ class Rollout(RunClient):
             ...
     ```
 
-    Several streams may be open at once, and `engine` takes single requests at the same time. Leaving the `with` block
+    Several streams may be open at once, and `queue` takes single requests at the same time. Leaving the `with` block
     ends all actors and, for a `local` cluster, the cluster.
 
     Raises:
@@ -67,16 +71,17 @@ class Rollout(RunClient):
             logger.warning("%s", unused)
         self._held = contextlib.ExitStack()
         """All that `close` ends, the last one first."""
-        compiling = "the first start on a machine compiles kernels, for up to a minute"
+        compiling = "the first start on a machine compiles kernels, for up to a minute" if is_cold() else ""
         try:
             self._connection: Connection = self._held.enter_context(connect(config.cluster))
             with start_phase(f"starting {config.mode.value} actors", compiling):
-                controller, self.run_name = start_controller(config, held=self._held)
-                super().__init__(config, controller, Calls())
-                self._held.callback(self.engine.close)
-                self.engine.tokenizer, self.engine.chat = self._tokenizer, config.data.chat
-                self.engine.sampling, self.engine.text_options = config.sampling, text_options(config.data)
-                self.engine.context = context_tokens(config, load_target_config(config).get_text_config())
+                self._controller, self.run_name = start_controller(config, held=self._held)
+                self._calls = Calls()
+                self.queue = RequestQueue(config, self._controller, self._calls)
+                """Takes single requests, at any time and from any thread."""
+                self._held.callback(self.queue.close)
+                self.queue.tokenizer = self._tokenizer
+                self.queue.context = context_tokens(config, load_target_config(config).get_text_config())
             self._ends = SYSTEM.event()
             self._held.callback(self._ends.set)
             self._exporting = SYSTEM.spawn(self._export_metrics, "metrics")
@@ -100,6 +105,11 @@ class Rollout(RunClient):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further request is accepted."""
+        return self.queue.closed
 
     def close(self) -> None:
         """End all actors and restore the state of the cluster. Idempotent."""
@@ -133,7 +143,7 @@ class Rollout(RunClient):
             InputError: No prompts, another number of samplings, n < 1, or the rollout is closed.
             ActorLostError: No verifier was available.
         """
-        self.require_open()
+        self.queue.require_open()
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")
@@ -166,9 +176,9 @@ class Rollout(RunClient):
         skip: frozenset[tuple[int, int]],
         encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
-        with self.engine.opening_stream() as number:
+        with self.queue.opening_stream() as number:
             if encoded is None:
-                options = {**self.engine.text_options, "most": self.engine.context}
+                options = {**self.queue.text_options, "most": self.queue.context}
                 prompts = [split_row(row)[0] for row in rows]
                 encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat, **options)
             entries = []
@@ -179,7 +189,7 @@ class Rollout(RunClient):
                 else:
                     entries.append(entry)
             self.progress = (0, len(entries))
-            for done, entry in enumerate(self.engine.run(entries, number), start=1):
+            for done, entry in enumerate(self.queue.run(entries, number), start=1):
                 self.progress = (done, len(entries))
                 yield trajectory_of(entry, self._tokenizer, rows[entry.place[0]])
 
@@ -212,18 +222,23 @@ class Rollout(RunClient):
         """
         if not isinstance(weights, WeightSet):
             if policy is None:
-                self.require_no_stream("weights cannot change")
+                self.queue.require_no_stream("weights cannot change")
             weights = self.prepare_weights(weights)
         elif weights.probe is None:
             logger.warning("weights without a probe are not proved. Fix: put_weights(..., layout=layout)")
-        return super().update_weights(weights, policy)
+        return self.queue.update_weights(weights, policy)
 
     def prepare_weights(self, weights: Weights) -> WeightSet:
         """Check new weights and put them into the object store, for `update_weights`; requests continue. An InputError
         names a tensor that does not fit the target."""
-        self.require_open()
+        self.queue.require_open()
         layout = self.weight_layout
         return put_weights(self.weight_version + 1, layout.buckets(weights), self._calls, layout=layout)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy's weights for new requests."""
+        return self.queue.weight_version
 
     @functools.cached_property
     def weight_layout(self) -> WeightLayout:
@@ -232,6 +247,55 @@ class Rollout(RunClient):
         size, trust = self.config.trainer.weight_bucket_mb * 2**20, target.trust_remote_code
         longest = target.max_model_len
         return WeightLayout.of(target.model, target.dtype, size, trust_remote_code=trust, max_model_len=longest)
+
+    def update_drafter(self, weights: WeightSet) -> None:
+        """Send a newer version of a draft method's weights, which the trainer trains, to its drafters. Returns before
+        they arrive: no token depends on the time of arrival."""
+        self._ask("offer_weights", weights)
+
+    def sleep(self) -> None:
+        """Free the memory of the verifiers' caches until the next stream (or `wake`)."""
+        self.queue.call_verifiers("sleep")
+
+    def wake(self) -> None:
+        """Allocate the memory of the verifiers again."""
+        self.queue.call_verifiers("wake")
+
+    def forget_history(self) -> None:
+        """Remove earlier outputs from the drafters' histories, as at their start; for benchmarks."""
+        view = self.view()
+        drafters = [endpoint.handle for endpoint in view.drafters]
+        call_all(self._calls, [*drafters, *view.verifiers.values()], "forget_history")
+
+    def reset_metrics(self) -> None:
+        """Set the verifiers' counters to zero (after a warm-up)."""
+        self.queue.reset_metrics()
+
+    def metrics(self) -> RolloutMetrics:
+        """See `RequestQueue.metrics`."""
+        return self.queue.metrics()
+
+    def metric_rows(self, verifiers: bool = True) -> Iterator[MetricRow]:
+        """See `RequestQueue.metric_rows`."""
+        return self.queue.metric_rows(verifiers)
+
+    def view(self) -> ClusterView:
+        """The controller's view of the actors."""
+        view: ClusterView = self._ask("view")
+        return view
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `actors_status`."""
+        return actors_status(self._ask, self._calls)
+
+    def scale(self, drafters: Mapping[str, int]) -> None:
+        """Set the number of draft actors of each method, during the rollout. A ConfigError names a wrong method or
+        number."""
+        self._ask("scale", dict(drafters))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self.queue.require_open()
+        return ask(self._calls, self._controller, method, *arguments)
 
     def fallbacks(self) -> list[str]:
         """Slower fallbacks that actors use, each once, as far as the actors answer; and settings without effect."""
@@ -260,18 +324,18 @@ class Rollout(RunClient):
     @property
     def reissued_requests(self) -> int:
         """Number of times a request was given to another verifier because its own was gone, since the start."""
-        return self.dispatcher.reissues
+        return self.queue.dispatcher.reissues
 
     @property
     def committed_tokens(self) -> int:
         """Number of output tokens journaled since the start."""
-        return self.dispatcher.journal.committed_tokens
+        return self.queue.dispatcher.journal.committed_tokens
 
     @property
     def discarded_tokens(self) -> int:
         """Number of tokens received since the start that no output has: behind a stop text or an abort, or computed
         again by another verifier."""
-        return self.dispatcher.journal.discarded_tokens
+        return self.queue.dispatcher.journal.discarded_tokens
 
     def _export_metrics(self) -> None:
         while not self._ends.wait(INTERVAL_S):

@@ -66,6 +66,8 @@ class VerifierLink:
     suspected_at: float = float("-inf")
     restless: int = 0
     """Most further polls until its counters are at rest."""
+    has_totals: bool = True
+    """Whether its latest counters include all that it has run."""
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand over requests → (request, attempt)."""
 
@@ -87,7 +89,8 @@ class Verifiers:
         self.links: dict[str, VerifierLink] = {}
         """Serving verifiers, by id."""
         self.counters: dict[str, dict[str, Any]] = {}
-        """Latest counters of all verifiers, including former ones."""
+        """Latest counters of all verifiers, including former ones. A verifier that runs requests sends them once a
+        second."""
         self.wake = calls.clock.event()
         """Ends `wait`. Set when an answer arrives, and by other threads."""
         self._controller, self._calls, self._clock, self._timeout_s = controller, calls, calls.clock, timeout_s
@@ -140,7 +143,7 @@ class Verifiers:
 
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
-        wake = self.wake.set
+        wake, link.has_totals = self.wake.set, False
         call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_CALL_TIMEOUT_S, wake=wake)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
@@ -173,6 +176,11 @@ class Verifiers:
     def at_rest(self) -> bool:
         """Whether the counters of all verifiers show no requests and no step under way, as far as can be determined."""
         return not any(link.restless for link in self.links.values())
+
+    @property
+    def have_totals(self) -> bool:
+        """Whether `counters` include all that the verifiers have run, as far as can be determined."""
+        return all(link.has_totals or not link.restless for link in self.links.values())
 
     def poll(self, is_idle: bool, is_read: bool = False) -> None:
         """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are
@@ -227,10 +235,13 @@ class Verifiers:
                     link.restless = 0
                 continue
             first, events, counters = call.result()
-            self.counters[link.verifier_id], link.answered_at = counters, self._clock.now()
+            link.answered_at = self._clock.now()
+            if counters is not None:
+                self.counters[link.verifier_id] = counters
+            link.has_totals = counters is not None and not counters["running"]
             if not link.lingers:
                 link.poll_at = link.answered_at + max(_PAUSE_S, len(self.links) * _S_PER_VERIFIER)
-            if _is_at_rest(counters) and not self.has_notices:
+            if link.has_totals and _is_at_rest(counters) and not self.has_notices:
                 link.restless = 0
             fresh = events[max(0, link.cursor - first) :]
             link.cursor = max(link.cursor, first + len(events))
@@ -244,9 +255,9 @@ class Verifiers:
 
 
 def _is_at_rest(counters: Mapping[str, Any]) -> bool:
-    """Whether a verifier with these counters has no requests, and its hosted drafters neither."""
+    """Whether a verifier with these counters takes no step, and its hosted drafters have no requests."""
     hosted = sum(one["open_requests"] for one in counters.get("inline", {}).values())
-    return not (counters.get("running") or counters.get("busy_s") or hosted)
+    return not (counters.get("busy_s") or hosted)
 
 
 class OutputSharing:

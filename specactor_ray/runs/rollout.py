@@ -31,6 +31,7 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.preflight import (
     identity_of,
+    known_vocabulary,
     max_prompt_tokens,
     refuse_early,
     require_named_model,
@@ -111,8 +112,8 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
-    rows, unused = read_rows(config.data.path, config.data.limit), unused_by_rollouts(config, scorer is not None)
-    prompts = [split_row(row)[0] for row in rows]
+    rows = read_rows(config.data.path, config.data.limit, known_vocabulary(config))
+    unused, prompts = unused_by_rollouts(config, scorer is not None), [split_row(row)[0] for row in rows]
     require_named_model("target.model", config.target.model)
     _tokenizer_for(config, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:

@@ -85,6 +85,8 @@ class Dialect:
     """Options that change no token."""
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Option → values without effect, besides those of `UNAVAILABLE`."""
+    others: Sequence[str] = ()
+    """Options that the caller reads, for messages."""
     where: str = ""
     """Begin of messages, such as `TRL: `."""
 
@@ -106,8 +108,8 @@ class Dialect:
                 if value not in option.neutral:
                     raise UnavailableError(name, clipped(value), option.reason, where=self.where)
             elif not requests_nothing(value):
-                reason = f"the options are {', '.join(names)}"
-                hint = did_you_mean(name, names)
+                every = (*self.others, *names)
+                reason, hint = f"the options are {', '.join(every)}", did_you_mean(name, every)
                 raise UnavailableError(name, clipped(value), reason, f"leave it out.{hint}".rstrip("."), self.where)
         if found.get("top_k") == -1:
             found["top_k"] = 0

@@ -1,1 +1,1 @@
-"""An HTTP server in front of a rollout's engine: one service, one module for each dialect of its clients."""
+"""An HTTP server in front of a rollout's request queue: one service, one module for each dialect of its clients."""

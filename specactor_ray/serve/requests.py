@@ -317,6 +317,7 @@ OPENAI = Dialect(
         *("output_kind", "return_tokens_as_token_ids", "verbosity"),
     ),
     neutral={"seed": (-1,)},
+    others=("model", "prompt", "messages", "tools", "stream", "stream_options", "session", "priority", "request_id"),
 )
 """Fields of OpenAI's and vLLM's requests."""
 

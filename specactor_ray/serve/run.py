@@ -59,9 +59,9 @@ class Traffic:
         rollout, (running, waiting) = self._service.rollout, self._service.load
         since, self._at = self._at, now
         before, self._tokens = self._tokens, rollout.committed_tokens
-        counted, self._counted = self._counted, rollout.metrics()
         if not running + waiting and self._tokens == before:
             return ""
+        counted, self._counted = self._counted, rollout.metrics()
         figures = self._counted.since(counted)
         steps = f"; {figures.acceptance_length:.2f} tokens a request and step" if figures.row_steps else ""
         drafts = f", {figures.acceptance_rate:.0%} of draft tokens right" if figures.drafted_tokens else ""
@@ -87,7 +87,8 @@ class Server(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             connection.check(now)  # type: ignore[union-attr]
-        if counter % _REPORT_TICKS == _REPORT_TICKS - 1 and (line := self._traffic.line(time.monotonic())):
+        is_due = counter % _REPORT_TICKS == _REPORT_TICKS - 1
+        if is_due and (line := await asyncio.to_thread(self._traffic.line, time.monotonic())):
             self._report(line)
         return await super().on_tick(counter)
 

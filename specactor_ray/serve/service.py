@@ -109,8 +109,8 @@ class Service:
     loop."""
 
     def __init__(self, rollout: Rollout, model: str, limits: Limits | None = None) -> None:
-        self.rollout, self.engine, self.model = rollout, rollout.engine, model
-        self.tokenizer = rollout.engine.tokenizer
+        self.rollout, self.queue, self.model = rollout, rollout.queue, model
+        self.tokenizer = rollout.queue.tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
         """Names and bytes of token ids."""
         self.limits = limits or Limits()
@@ -128,8 +128,8 @@ class Service:
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting requests."""
-        total = len(self.engine.running())
-        waiting = min(total, self.rollout.dispatcher.waiting)
+        total = len(self.queue.running())
+        waiting = min(total, self.queue.dispatcher.waiting)
         return total - waiting, waiting
 
     # ---- fields of requests ----
@@ -137,8 +137,8 @@ class Service:
     def wanted(self, given: Mapping[str, Any], dialect: Dialect = OPENAI) -> Wanted:
         """Sampling options from the fields of a request. The configuration supplies missing values, the run's sequence
         a missing seed. Raises as `wanted_of`."""
-        seed = derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
-        return wanted_of(given, self.engine.sampling, seed, dialect)
+        seed = derive_seed(self.queue.sampling.seed, _SEEDS, next(self._numbers))
+        return wanted_of(given, self.queue.sampling, seed, dialect)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model's name."""
@@ -181,7 +181,7 @@ class Service:
         """Begin `wanted.n` choices of each prompt, prompt by prompt; the caller must always `drop` them at the end.
 
         A single choice has the seed of the request; others have seeds as `Rollout.generate` derives those of samples.
-        `name` is that of the request, for `Control.abort`; session and priority are as in `Engine.submit`.
+        `name` is that of the request, for `Control.abort`; session and priority are as in `RequestQueue.submit`.
         """
         if self.control.is_asleep:
             raise Refusal("engine_paused: the server sleeps; POST /wake_up first", 503)
@@ -202,9 +202,7 @@ class Service:
                 if len(prompts) * wanted.n > 1 or wanted.first_prompt is not None:
                     sampling = sample_of(wanted.sampling, (wanted.first_prompt or 0) + number, sample)
                 prompt = list(prompts[number])
-                handles.append(
-                    self.engine.submit(prompt, sampling, request_id=name, session=session, priority=priority)
-                )
+                handles.append(self.queue.submit(prompt, sampling, request_id=name, session=session, priority=priority))
         except SpecActorError:
             self.drop(handles)
             raise
@@ -213,7 +211,7 @@ class Service:
     def drop(self, handles: Sequence[Handle]) -> None:
         """Abort those choices that have not ended."""
         for handle in handles:
-            self.engine.drop(handle)
+            handle.drop()
 
     async def outputs(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
         """The outputs of all choices, which are aborted when the client leaves or one of them failed."""
@@ -244,7 +242,7 @@ class Service:
         """Abort all requests, and refuse others: the server ends."""
         self._is_cut_off = True
         self.control.resume()
-        self.drop(self.engine.running())
+        self.drop(self.queue.running())
 
     async def view(self) -> ClusterView:
         """The controller's view; it is asked once for all callers at a time. Raises Refusal (503) without an answer."""

@@ -178,7 +178,7 @@ async def ping() -> Response:
 @router.get("/load")
 async def load(service: Serving) -> dict[str, int]:
     """Number of running and waiting requests."""
-    return {"server_load": len(service.engine.running())}
+    return {"server_load": len(service.queue.running())}
 
 
 # ---- pauses ----

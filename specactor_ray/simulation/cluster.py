@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.operations import ask
+from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process
 from specactor_ray.simulation.network import Network, Node, VirtualActor
@@ -189,15 +191,29 @@ class VirtualRun:
         self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))
         self.clock, self.calls = self.network.clock(self.driver), self.network.calls(self.driver)
         self.backend: VirtualBackend | None = None
-        self.clients: list[RunClient] = []
+        self.queues: list[RequestQueue] = []
         self._suffixes = itertools.count()
 
     def start_run(self) -> None:
         """Start a controller and its actors, as the driver's task."""
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0)
-        self.client = RunClient(self.config, self.controller, self.calls)
-        self.clients.append(self.client)
+        self.queue = RequestQueue(self.config, self.controller, self.calls)
+        self.queues.append(self.queue)
+
+    def stream(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
+        """Run requests as `Rollout.stream`."""
+        with self.queue.opening_stream() as number:
+            yield from self.queue.run(entries, number)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the controller, as the driver."""
+        return ask(self.calls, self.controller, method, *arguments)
+
+    def shut_down(self) -> None:
+        """End the run in order. Raises SpecActorError if the controller does not."""
+        self.queue.close()
+        self.ask("shutdown")
 
     def end_run(self) -> None:
         """End all actors, as Ray does after the end of the driver."""

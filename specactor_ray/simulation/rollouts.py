@@ -104,22 +104,22 @@ class SimulatedRollouts(VirtualRun):
 
     def _share(self) -> float:
         """Share of the output tokens that are there; those of requests that begin at the end of a run do not count."""
-        there = self.clients[0].dispatcher.journal.committed_tokens if self.clients else 0
+        there = self.queues[0].dispatcher.journal.committed_tokens if self.queues else 0
         return min(there / self._tokens, 1.0)
 
     # ---- the driver ----
 
     def _drive(self) -> None:
         self.start_run()
-        journal, begin, result = self.client.dispatcher.journal, self.clock.now(), self.result
+        journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
         self._stream(begin)
         result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
-        result.metrics = self.client.metrics()
-        self.client.shutdown()
+        result.metrics = self.queue.metrics()
+        self.shut_down()
         self._done = True
 
     def _stream(self, begin: float) -> None:
-        stream = self.client.run(self.entries())
+        stream = self.stream(self.entries())
         for entry in stream:
             assert entry.finished is not None
             if entry.finished.error:
@@ -128,7 +128,7 @@ class SimulatedRollouts(VirtualRun):
             if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
         stream.close()
-        if self.client.dispatcher.reissues:
+        if self.queue.dispatcher.reissues:
             raise SimulationError("verifiers were lost without a fault")
 
     # ---- requests ----

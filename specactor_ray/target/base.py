@@ -1,4 +1,4 @@
-"""Interface of target engines, which run requests on the target model, and the configured engine.
+"""Interface of target engines, which run requests on the target model.
 
 One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and appends to each row
 of the table the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray.
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.machine import fitting_dtype
 from specactor_ray.core.types import TopTokens
 from specactor_ray.table.requests import Finish
 from specactor_ray.transport.messages import States
@@ -152,33 +150,3 @@ class TargetEngine(Protocol):
 
     def close(self) -> None:
         """Free memory and end helper processes. The engine cannot be used afterwards."""
-
-
-def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
-    """Load the configured target. ModelLoadError: its model cannot be loaded or served. ConfigError: of `require_vllm`.
-
-    `device`: `cpu` or `cuda`; vLLM uses the device of its build. `max_drafts`: most draft tokens of a request in one
-    step, 0 if none are ever verified. `hosted`: bytes of the GPU for drafters beside the engine.
-    """
-    from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
-
-    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))
-    if config.kv_cache_gb is None:
-        config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
-    if config.backend == "vllm":
-        from specactor_ray.target.vllm import VllmEngine
-        from specactor_ray.target.vllm_cpu import use_interpreter
-        from specactor_ray.target.vllm_proof import LoadProof
-
-        use_interpreter()  # transformers imports Triton, too
-        proof = LoadProof(config)
-        engine = VllmEngine(config, max_drafts)
-        try:
-            proof.require(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-    from specactor_ray.target.hf import HfEngine
-
-    return HfEngine.from_config(config, device)

@@ -37,7 +37,7 @@ from specactor_ray.table.requests import Finish, TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
 from specactor_ray.target.rows import commit, cut, export, fewest_first
-from specactor_ray.target.vllm_cpu import is_cpu_build, kernel_scan_without_llvmlite, ranks_with_interpreter
+from specactor_ray.target.vllm_cpu import is_cpu_build, kernel_scan_without_llvmlite
 from specactor_ray.target.vllm_flight import Flight
 from specactor_ray.target.vllm_graphs import check_graphs
 from specactor_ray.target.vllm_settings import (
@@ -104,7 +104,7 @@ class VllmEngine:
         try:
             settings = EngineArgs(**arguments).create_engine_config()
             settings.scheduler_config.async_scheduling = True  # vLLM's CPU platform switches it off
-            with kernel_scan_without_llvmlite(), ranks_with_interpreter():
+            with kernel_scan_without_llvmlite(), _ranks():
                 self._core = EngineCore(settings, Executor.get_class(settings), log_stats=False)
         except wrong_value_errors() as error:  # vLLM's checks of the model and its settings
             _name_argument(error, config.engine_arguments)
@@ -361,6 +361,15 @@ class VllmEngine:
             self._core.shutdown()
             if self._record is not None:
                 shutil.rmtree(self._record, ignore_errors=True)
+
+
+def _ranks() -> contextlib.AbstractContextManager[None]:
+    """See `vllm_rank`, which only vLLM's CPU build needs."""
+    if not is_cpu_build():
+        return contextlib.nullcontext()
+    from specactor_ray.target.vllm_rank import ranks_with_interpreter
+
+    return ranks_with_interpreter()
 
 
 def states_group(caches: Any) -> tuple[int, int]:

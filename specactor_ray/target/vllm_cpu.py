@@ -71,24 +71,6 @@ def quicken_interpreter() -> None:
 
 
 @contextlib.contextmanager
-def ranks_with_interpreter() -> Iterator[None]:
-    """Let ranks in other processes that start meanwhile call `use_interpreter`, too."""
-    if not is_cpu_build():
-        yield
-        return
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    from specactor_ray.target.vllm_rank import rank_main
-
-    real = WorkerProc.worker_main
-    WorkerProc.worker_main = rank_main
-    try:
-        yield
-    finally:
-        WorkerProc.worker_main = staticmethod(real)
-
-
-@contextlib.contextmanager
 def kernel_scan_without_llvmlite() -> Iterator[None]:
     """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
     of llvmlite's objects."""

@@ -3,6 +3,8 @@ importing this module switches on the interpreter."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from specactor_ray.target.vllm_cpu import use_interpreter
@@ -15,3 +17,16 @@ def rank_main(*args: Any, **options: Any) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     WorkerProc.worker_main(*args, **options)
+
+
+@contextlib.contextmanager
+def ranks_with_interpreter() -> Iterator[None]:
+    """Let ranks in other processes that start meanwhile call `use_interpreter`, too."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    real = WorkerProc.worker_main
+    WorkerProc.worker_main = rank_main
+    try:
+        yield
+    finally:
+        WorkerProc.worker_main = staticmethod(real)

@@ -1,4 +1,4 @@
-"""Samples that are conversations: turns of the model through the engine, and replies of an environment between them.
+"""Samples that are conversations: turns of the model, which are requests, and replies of an environment between them.
 
 Each sample is a coroutine. The seed of a turn depends on that of the sample and its number, so no token depends on the
 time of turns.
@@ -19,8 +19,8 @@ from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.detokenizer import decoded
-from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.prompts import ChatTurns
+from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
@@ -142,11 +142,11 @@ class Conversations(WorkerPool):
         return episode.trajectory(decoded(self._tokenizer, episode.output))
 
     async def _run(self, rollout: Any, episodes: Sequence[Episode]) -> None:
-        room = asyncio.Semaphore(rollout.engine.max_waiting)
+        room = asyncio.Semaphore(rollout.queue.max_waiting)
 
         async def play(episode: Episode) -> None:
             async with room:
-                await self._play(rollout.engine, episode)
+                await self._play(rollout.queue, episode)
             rollout.progress = (rollout.progress[0] + 1, len(episodes))
 
         playing = {asyncio.ensure_future(play(episode)) for episode in episodes}
@@ -157,14 +157,14 @@ class Conversations(WorkerPool):
 
     # ---- one sample ----
 
-    async def _play(self, engine: Engine, episode: Episode) -> None:
+    async def _play(self, queue: RequestQueue, episode: Episode) -> None:
         state = None
         try:
             state, messages = await self._ask(episode, "reset", episode.task, episode.sampling.seed)
             turns = self._turns.now()
             episode.prompt = turns.begin(messages)
             for number in range(self._config.max_turns):
-                turn = await self._turn(engine, episode, number)
+                turn = await self._turn(queue, episode, number)
                 if turn.error or turn.finish_reason == "abort":
                     episode.error = turn.error or "a turn was aborted"
                     break
@@ -193,7 +193,7 @@ class Conversations(WorkerPool):
         room = min(left, self._context - len(episode.prompt) - len(episode.output))
         return room if self._config.turn_tokens is None else min(room, self._config.turn_tokens)
 
-    async def _turn(self, engine: Engine, episode: Episode, number: int) -> Trajectory:
+    async def _turn(self, queue: RequestQueue, episode: Episode, number: int) -> Trajectory:
         """Run a turn of the model. The first one is equal to the sample without an environment."""
         room = self._room(episode)
         if room < 1:
@@ -201,7 +201,7 @@ class Conversations(WorkerPool):
         seed = derive_seed(episode.sampling.seed, number, 0) if number else episode.sampling.seed
         sampling = replace(episode.sampling, seed=seed, max_tokens=room)
         session = f"{episode.place}-{episode.sampling.seed}"
-        return await engine.generate([*episode.prompt, *episode.output], sampling, session=session)
+        return await queue.generate([*episode.prompt, *episode.output], sampling, session=session)
 
     async def _ask(self, episode: Episode, method: str, *arguments: Any) -> Any:
         """Answer of the environment. Raises InputError if it fails."""

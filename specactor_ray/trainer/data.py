@@ -66,7 +66,7 @@ class TableSource:
         self._rows, self._where, self._config, self._lines = rows, where, config, lines
         self._size = min(len(rows), config.limit or len(rows))
         if self._size == 0:
-            raise InputError(f"data.path: {where} holds no tasks; write one JSON object with a prompt per line")
+            raise InputError(f"data.path: {where} has no tasks. Fix: write one JSON object with a prompt per line")
         columns = getattr(rows, "features", {})  # of a table; its floats may have 32 or 16 bits
         narrow = str(getattr(columns.get(config.answer_key), "dtype", ""))
         self._float = np.dtype(narrow if narrow in ("float32", "float16") else "float64").type

@@ -127,13 +127,18 @@ class VerifyLoop(Loop):
         """Counters since the last `reset_metrics`."""
         return self._requests.metrics
 
+    @property
+    def running(self) -> int:
+        """Number of running and waiting requests; for any thread."""
+        return len(self._requests)
+
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts; `inbox`: queued messages of drafters; `busy_s`: see `Loop`."""
         return {
             **self.metrics.to_dict(),
             "plain_s": self._requests.plain.seconds,
             **self._drafting.snapshot(),
-            "running": len(self._requests),
+            "running": self.running,
             "inbox": len(self._drafting.inbox),
             "weight_version": self._engine.weight_version,
             "busy_s": self.busy_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Reference, VirtualActor
 from specactor_ray.table.requests import TargetRequest
@@ -200,7 +200,7 @@ class FakeCluster:
         """Seconds until the verifiers have weights that were set; infinite: they never get them."""
         self._numbers = itertools.count()
         self.actor = self.bench.start(self, "controller")
-        self.client = RunClient(self.config, self.actor, self.bench.calls)
+        self.queue = RequestQueue(self.config, self.actor, self.bench.calls)
 
     def verifier(self, name: str) -> FakeVerifier:
         instance: FakeVerifier = self.handles[name].instance
@@ -255,9 +255,14 @@ class FakeCluster:
 
         return self.bench.run(whole)
 
+    def stream(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
+        """Run requests as `Rollout.stream`."""
+        with self.queue.opening_stream() as number:
+            yield from self.queue.run(entries, number)
+
     def finish(self, entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         """Stream the entries; all must end once, and with the right tokens if they did not fail."""
-        ended = list(self.client.run(entries))
+        ended = list(self.stream(entries))
         assert sorted(entry.request_id for entry in ended) == sorted(entry.request_id for entry in entries)
         for entry in ended:
             truth = true_output(entry.sampling, entry.weight_version)
@@ -276,17 +281,17 @@ def stats_of(tokens: int, discarded: int = 0) -> RequestStats:
 
 
 def driven(**options: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs as the driver of a fake cluster of this kind; it takes `cluster` and, maybe, `engine`."""
+    """A test that runs as the driver of a fake cluster of this kind; it takes `cluster` and, maybe, `queue`."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def run(*own: object, **given: Any) -> None:
             cluster = FakeCluster(**options)
-            there = {"cluster": cluster, "engine": cluster.client.engine}
+            there = {"cluster": cluster, "queue": cluster.queue}
             given |= {name: one for name, one in there.items() if name in inspect.signature(test).parameters}
             cluster.run(lambda: test(*own, **given))
 
         parameters = [
-            one for name, one in inspect.signature(test).parameters.items() if name not in ("cluster", "engine")
+            one for name, one in inspect.signature(test).parameters.items() if name not in ("cluster", "queue")
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run

@@ -174,7 +174,7 @@ class Simulation(VirtualRun):
     def _progress(self) -> tuple[int, ...]:
         """Numbers that grow as long as the run gets anywhere."""
         report = self.report
-        tokens = sum(client.dispatcher.journal.committed_tokens for client in self.clients)
+        tokens = sum(queue.dispatcher.journal.committed_tokens for queue in self.queues)
         return report.finished, report.failed, report.restarts, self.version, tokens, self.injector.left
 
     def fail(self, what: str) -> None:
@@ -188,7 +188,7 @@ class Simulation(VirtualRun):
             self.injector.start_begins()
             try:
                 super().start_run()
-                self.client.engine.tokenizer = NumberText()
+                self.queue.tokenizer = NumberText()
                 break
             except SpecActorError:
                 if not self.injector.may_end_start():
@@ -215,7 +215,7 @@ class Simulation(VirtualRun):
             self.injector.heal()
             self._round(number)
             if self.injector.wanted_drafters():
-                self.client.scale(self.injector.wanted_drafters())
+                self.ask("scale", self.injector.wanted_drafters())
             self._check_settled()
         except ActorLostError as error:
             self._check_loss(error)
@@ -230,7 +230,7 @@ class Simulation(VirtualRun):
         entries = self.entries(number)
         expected = {entry.request_id: entry for entry in entries}
         close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
-        stream = self.client.run(entries)
+        stream = self.stream(entries)
         seen: dict[str, None] = {}
         for entry in stream:
             if entry.request_id in seen or entry.request_id not in expected:
@@ -253,7 +253,7 @@ class Simulation(VirtualRun):
             self.world.version_of[seed] = self.version
             sampling = SamplingParams(max_tokens=rng.randrange(1, 120), seed=seed, stop=self._stops(seed))
             session = rng.choice((None, "a", "b"))
-            singles.append((self.client.engine.submit([1, 2, 3], sampling, session=session), sampling))
+            singles.append((self.queue.submit([1, 2, 3], sampling, session=session), sampling))
         return singles
 
     def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
@@ -263,7 +263,7 @@ class Simulation(VirtualRun):
         if output.finish_reason == "abort" and at < sampling.max_tokens:
             is_right = output.token_ids == stopped_output(sampling, output.weight_version)[0][:at]
             sampling = replace(sampling, max_tokens=sampling.max_tokens - at, first_position=at)
-            handle = self.client.engine.submit([1, 2, 3, *output.token_ids], sampling)
+            handle = self.queue.submit([1, 2, 3, *output.token_ids], sampling)
             streamed = tuple(token.token_id for token in handle.tokens())
             output = handle.result()
             is_right = is_right and streamed == output.token_ids
@@ -271,7 +271,7 @@ class Simulation(VirtualRun):
             is_right = True
         truth = stopped_output(sampling, output.weight_version)
         if output.error or not is_right or (output.token_ids, output.text) != truth:
-            self.fail(f"{handle.request_id} of the engine has other tokens than plain decoding")
+            self.fail(f"{handle.request_id} of the queue has other tokens than plain decoding")
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a round; the same whenever they are asked for."""
@@ -300,8 +300,8 @@ class Simulation(VirtualRun):
         weights, lesson = (WeightSet(self.version, buckets, 1, method) for method in ("", "eagle"))
         for _attempt in range(20):
             try:
-                self.client.update_drafter(lesson)
-                self.client.update_weights(weights)
+                self.ask("offer_weights", lesson)
+                self.queue.update_weights(weights)
                 return
             except ActorLostError:
                 raise
@@ -359,7 +359,7 @@ class Simulation(VirtualRun):
 
     def _unsettled(self) -> Iterator[str]:
         assert self.backend is not None
-        view = self.client.view()
+        view = self.ask("view")
         if len(view.verifiers) != self.scenario.verifiers:
             yield f"{len(view.verifiers)} verifiers serve instead of {self.scenario.verifiers}"
         wanted = self.injector.wanted_drafters()
@@ -370,7 +370,7 @@ class Simulation(VirtualRun):
         alive = [actor for actor in self.backend.actors.values() if not actor.process.dead]
         if len(alive) != self.scenario.verifiers + sum(wanted.values()):
             yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
-        if left := len(self.client.dispatcher.journal.entries):
+        if left := len(self.queue.dispatcher.journal.entries):
             yield f"the journal still has {left} requests"
         for actor in alive:
             try:
@@ -383,8 +383,8 @@ class Simulation(VirtualRun):
                 yield f"{actor.name} still has {open_requests} requests"
             if counters.get("inbox", 0):
                 yield f"{actor.name} still has {counters['inbox']} messages"
-            shown = self.client.dispatcher.verifiers.counters.get(actor.name)
-            if shown is not None and actor.name in self.client.dispatcher.verifiers.links:
+            shown = self.queue.dispatcher.verifiers.counters.get(actor.name)
+            if shown is not None and actor.name in self.queue.dispatcher.verifiers.links:
                 for name in ("running", "steps", "committed_tokens", "busy_s"):
                     if shown[name] != counters[name]:
                         yield f"the driver shows {name} {shown[name]} of {actor.name}, which has {counters[name]}"
@@ -392,7 +392,7 @@ class Simulation(VirtualRun):
     def _shut_down(self) -> None:
         if not self.controller.process.dead:
             try:
-                self.client.shutdown()
+                self.shut_down()
             except SpecActorError as error:
                 self.fail(f"the shutdown failed: {error}")
             self._check_nothing_left()

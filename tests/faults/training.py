@@ -110,25 +110,25 @@ class _Record:
 
 
 class _Rollout:
-    """The part of a `Rollout` that the steps and the maker use, on the real client."""
+    """The part of a `Rollout` that the steps and the maker use, on the real queue."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self._client = simulation.client
+        self._queue = simulation.queue
         self._world = simulation
-        self.stream = self._client.run
+        self.stream = simulation.stream
 
     def update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
         self._world.version = weights.version
-        self._client.update_weights(weights)
+        self._queue.update_weights(weights)
 
     def update_drafter(self, weights: WeightSet) -> None:
         raise AssertionError("no drafter is taught here")
 
     def sleep(self) -> None:
-        self._client.call_verifiers("sleep")
+        self._queue.call_verifiers("sleep")
 
     def wake(self) -> None:
-        self._client.call_verifiers("wake")
+        self._queue.call_verifiers("wake")
 
 
 class Training:

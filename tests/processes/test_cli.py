@@ -52,6 +52,7 @@ def error_line(done: Any) -> str:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "good.jsonl").write_text('{"prompt": "Say hello."}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": \n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [1, 99999]}\n')
     (tmp_path / "there.jsonl").write_text("precious\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "bare").mkdir()
@@ -62,7 +63,14 @@ def folder(tmp_path: Path) -> Path:
 
 ROLLOUT: dict[str, tuple[list[str], str]] = {
     "malformed line": (["data.path=bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
-    "no such prompts": (["data.path=none.jsonl"], "there is no file none.jsonl"),
+    "no such prompts": (
+        ["data.path=none.jsonl"],
+        "data.path: there is no file none.jsonl. Fix: name a file of prompts",
+    ),
+    "token ids of another model": (
+        ["data.path=ids.jsonl", f"target.model={tiny_target()}"],
+        "ids.jsonl, line 1: token id 99999 is outside the vocabulary of target.model (0 to ",
+    ),
     "no data.path": (["data.path=null"], "data.path: is not set."),
     "a configuration without --config": (["local_cpu"], "an override without `=`. Fix: write --config local_cpu."),
     "prompts without a key": (["good.jsonl"], "an override without `=`. Fix: write data.path=good.jsonl."),

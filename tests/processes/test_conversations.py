@@ -20,9 +20,9 @@ from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.prompts import encode_prompt
+from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer import workers
@@ -37,22 +37,22 @@ SEED = 7
 
 
 class Scripted:
-    """An engine that says what a function of the prompt and the parameters makes of them; a rollout with it."""
+    """A request queue that says what a function of the prompt and the parameters makes of them; a rollout with it."""
 
-    clock, generate, begin = SYSTEM, Engine.generate, Engine.begin
-    max_waiting = 3
+    clock, generate, begin = SYSTEM, RequestQueue.generate, RequestQueue.begin
+    _asleep, max_waiting = False, 3
     """Conversations at once; most tests have more."""
 
     def __init__(self, says: Callable[[list[int], SamplingParams], str]) -> None:
-        self.engine, self.progress, self.tokenizer = self, (0, 0), load_tokenizer(str(tiny.tiny_target()))
+        self.queue, self.progress, self.tokenizer = self, (0, 0), load_tokenizer(str(tiny.tiny_target()))
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self._says = says
 
     def submit(self, prompt: Any, sampling: Any = None, *, session: str | None = None, **options: Any) -> Handle:
         self.asked.append((prompt, sampling, session or ""))
         text, eos = self._says(prompt, sampling), self.tokenizer.eos_token_id
-        engine: Any = self
-        handle = Handle(engine, "request")
+        thread: Any = self
+        handle = Handle(thread, lambda output: output, "request")
         if text == "lost":
             handle.end(ActorLostError("no verifier"))
             return handle
@@ -69,13 +69,7 @@ class Scripted:
         handle.end(turn)
         return handle
 
-    def drop(self, handle: Handle) -> None: ...
-
-    def _must_wait(self) -> bool:
-        return False
-
-    def trajectory(self, ended: Trajectory) -> Trajectory:
-        return ended
+    def drop(self, key: str) -> None: ...
 
 
 def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:

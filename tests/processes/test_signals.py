@@ -57,7 +57,7 @@ def test_ctrl_c_is_the_end_of_a_watched_status_and_sigterm_is_not(
     def watch(*_: object) -> Iterator[object]:
         raise error
 
-    monkeypatch.setattr("specactor_ray.rollout.run_client.watch_run", watch)
+    monkeypatch.setattr("specactor_ray.rollout.operations.watch_run", watch)
     with pytest.raises(Terminated) if error is Terminated else nullcontext():
         status(watch=True)
 

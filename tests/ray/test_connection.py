@@ -27,7 +27,7 @@ def modules():
 
 FINDS_IT = '''
 import sys
-from specactor_ray.rollout.run_client import status_of_run
+from specactor_ray.rollout.operations import status_of_run
 status_of_run(None, sys.argv[1])
 '''
 

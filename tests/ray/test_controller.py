@@ -240,7 +240,7 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
 
 
-STAGES = ["start_here", "Calls.ask", "RunClient.__init__", "Engine", "spawn"]
+STAGES = ["start_here", "Calls.ask", "RequestQueue", "its close", "spawn"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -276,10 +276,10 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
 
         monkeypatch.setattr(Calls, "ask", asked)
         monkeypatch.setattr(controller, "start_here", begun(controller.start_here))
-    elif stage == "RunClient.__init__":
-        monkeypatch.setattr(rollout.RunClient, "__init__", then_interrupted(lambda *_: None))
-    elif stage == "Engine":
-        monkeypatch.setattr(rollout.RunClient, "__init__", then_interrupted(rollout.RunClient.__init__))
+    elif stage == "RequestQueue":
+        monkeypatch.setattr(rollout.RequestQueue, "__init__", then_interrupted(lambda *_: None))
+    elif stage == "its close":
+        monkeypatch.setattr(rollout.RequestQueue, "__init__", then_interrupted(rollout.RequestQueue.__init__))
     else:
         monkeypatch.setattr(rollout.Rollout, "_export_metrics", property(then_interrupted(lambda _self: None)))
     for _ in range(2):

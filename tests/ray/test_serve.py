@@ -128,7 +128,7 @@ class TestOpenAI:
         HTTP.post(f"{server.url}/pause?mode=keep").raise_for_status()
         body = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
         with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-            wait_until(lambda: rollout.engine._work._watched, "a reader")
+            wait_until(lambda: rollout.queue._thread._watched, "a reader")
             HTTP.post(f"{server.url}/resume").raise_for_status()
             events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         counts = [len(event["choices"][0]["token_ids"]) for event in events]
@@ -239,8 +239,8 @@ def test_the_requests_of_a_client_that_leaves_end(rollout: Rollout, server: Serv
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait_until(lambda: len(rollout.engine.running()) == 4, "four requests")
-    wait_until(lambda: not rollout.engine.running(), "their end")
+        wait_until(lambda: len(rollout.queue.running()) == 4, "four requests")
+    wait_until(lambda: not rollout.queue.running(), "their end")
     HTTP.post(f"{server.url}/resume").raise_for_status()
 
 

@@ -339,7 +339,7 @@ def test_skyrls_client(client: httpx.Client, rollout: Rollout) -> None:
     assert choice["token_ids"] == plain(tiny_target(), SAMPLING, PROMPTS[:1])[0]
     assert len([info["logprob"] for info in choice["logprobs"]["content"]]) == len(choice["token_ids"])
     text = sent(client, "/detokenize", {"model": "tiny", "tokens": choice["token_ids"]})["prompt"]
-    assert text == rollout.engine.tokenizer.decode(choice["token_ids"])
+    assert text == rollout.queue.tokenizer.decode(choice["token_ids"])
     samples = sent(client, "/inference/v1/generate", {**body, "sampling_params": {**params, "n": 3, "output_kind": 2}})
     assert len(samples["choices"]) == 3
 

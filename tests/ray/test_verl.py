@@ -143,7 +143,7 @@ def ids(number: int) -> list[int]:
 def truth(plain: Rollout, prompt: list[int], seed: int, **more: Any) -> list[int]:
     """What plain decoding gives."""
     sampling = SamplingParams(seed=seed, first_position=len(prompt), **{"max_tokens": RESPONSE, **more})
-    return list(plain.engine.submit(prompt, sampling).result(120.0).token_ids)
+    return list(plain.queue.submit(prompt, sampling).result(120.0).token_ids)
 
 
 def ask(server: Any, prompt: list[int], sampling: Mapping[str, Any], **more: Any) -> Any:

@@ -18,7 +18,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.probe import probe_tokens
 from specactor_ray.table.requests import TargetRequest
-from specactor_ray.target.base import build_engine
+from specactor_ray.target.build import build_engine
 from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver
 from tests.vllm import needs_vllm
@@ -92,7 +92,7 @@ def test_experts_that_a_reload_does_not_see_are_named(tmp_path: Path, monkeypatc
 _BFLOAT16 = """
 import sys
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.target.base import build_engine
+from specactor_ray.target.build import build_engine
 
 limits = {"max_model_len": 120, "max_batch": 4, "max_step_tokens": 128, "kv_cache_gb": 1 / 64}
 config = TargetConfig(sys.argv[1], "vllm", dtype="bfloat16", compiled=False, updates=True, **limits)

@@ -9,7 +9,7 @@ import pytest
 
 from specactor_ray.serve.requests import ChatBody, CompletionBody
 from specactor_ray.serve.vllm_rl import VllmGenerateBody
-from tests.fakes.scripted_engine import ScriptedEngine, make_service, on, post
+from tests.fakes.scripted_queue import ScriptedQueue, make_service, on, post
 from tests.unit.serve.test_trainers import TOKENS, tokens
 from tests.vllm import needs_vllm
 
@@ -62,7 +62,7 @@ def test_requests_with_all_of_vllms_defaults_are_served() -> None:
                 answer = await client.post(TOKENS, json=tokens([1], **{name: getattr(plain, name)}))
                 assert answer.is_success, (name, answer.text)
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)
 
 
 VALUES = (True, False, 1, 0, 2, -1, 1.5, 2.0, "yes", "on", "1", "1.5", "abc", ["a"], {"a": 1})
@@ -90,7 +90,7 @@ def test_fields_take_the_values_that_vllm_takes(path: str) -> None:
                 if not (numeric and isinstance(value, bool)):
                     assert (await client.post(path, json=body)).is_success == taken(kind, body), (name, value)
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)
 
 
 def taken(kind: Any, body: dict[str, Any]) -> bool:

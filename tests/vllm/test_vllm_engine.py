@@ -152,7 +152,7 @@ def test_an_engine_starts_where_triton_was_imported_before_and_keeps_states_with
 import sys
 import torch._dynamo, triton
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.target.base import build_engine
+from specactor_ray.target.build import build_engine
 from tests.unit.engine_conformance import Driver, answers, requests
 
 limits = {"max_model_len": 128, "max_batch": 4, "max_step_tokens": 64, "kv_cache_gb": 1 / 64}

@@ -20,7 +20,7 @@ from specactor_ray.config.load import load_config
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError, ConfigError
 from specactor_ray.core.leftovers import make_owned_folder
-from specactor_ray.rollout.run_client import status_of_run
+from specactor_ray.rollout.operations import status_of_run
 
 NAMES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 NOTHING = "127.0.0.1:1"

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from specactor_ray.core import jit
+
 REPO = Path(__file__).parents[3]
 KERNEL = """
 from specactor_ray.core.jit import kernel
@@ -88,3 +92,14 @@ def test_a_cache_that_cannot_be_written_is_in_the_folder_for_temporary_files(tmp
     command = "import one_kernel; print(one_kernel.kind(1.0))"
     assert output_of(command, tmp_path, NUMBA_CACHE_DIR="", **places) == "0.25\n"
     assert list((tmp_path / "temporary").rglob("*.nbi"))
+
+
+def test_a_machine_is_cold_until_a_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_caches", set[Path]())
+    monkeypatch.setattr(jit, "_root", lambda: tmp_path)
+
+    @jit.kernel()
+    def one(number: int) -> int:
+        return number + 1
+
+    assert jit.is_cold() and one(1) == 2 and not jit.is_cold()

@@ -35,7 +35,7 @@ def test_lines_tell_rate_and_time_left_the_first_early(first: int, rate: str, le
     early, line, end = stream.getvalue().splitlines()
     assert early.startswith(f"rollouts: {(first + 60) / 10:.0f}%, {first + 60:,} tokens, {rate} tokens/s, ")
     assert line.endswith(f", {first + 260:,} tokens, {rate} tokens/s, {left} left")
-    assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, {rate} tokens/s in 13 s"
+    assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, {rate} tokens/s, ended after 13 s"
 
 
 def test_a_phase_that_never_began_says_nothing() -> None:
@@ -52,7 +52,7 @@ def test_a_rollout_without_a_terminal(failed: int, words: str) -> None:
     with rollout_progress(Console(file=out, width=200), "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
         seconds[0] = 2.0
     figures = "2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50"
-    assert out.getvalue() == f"rollout [x]: 25%, {figures}{words} in 2 s\n"
+    assert out.getvalue() == f"rollout [x]: 25%, {figures}{words}, ended after 2 s\n"
 
 
 @pytest.mark.parametrize(("width", "words"), [(60, "100% 8/8 traject"), (80, "10 tokens"), (160, "length 0.00")])
@@ -75,7 +75,7 @@ def test_a_total_that_changes() -> None:
     with PhaseProgress(Console(file=out, width=200), "training", 12, clock=lambda: 0.0) as progress:
         progress.update(1, "step 2/12", 12)
         progress.update(3, "step 3/3", 3)
-    assert out.getvalue() == "training: 100%, step 3/3 in 0 s\n"
+    assert out.getvalue() == "training: 100%, step 3/3, ended after 0 s\n"
 
 
 def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.serve.requests import MOST_CHOICES
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, make_service, tokenizer
+from tests.fakes.scripted_queue import ScriptedQueue, make_service, tokenizer
 
 SAMPLING = SamplingParams(max_tokens=2, seed=9, ignore_eos=True)
 
 
-def outputs(prompts: list[list[int]], n: int, engine: ScriptedEngine, limits: Limits | None = None) -> Any:
+def outputs(prompts: list[list[int]], n: int, engine: ScriptedQueue, limits: Limits | None = None) -> Any:
     trainer = SimpleNamespace(_tokenizer=tokenizer())
     with serving(make_service(engine, limits)) as url:
         return ServerClient(trainer, url).roll_out(prompts, SAMPLING, n)
@@ -38,7 +38,7 @@ def expected(number: int, sample: int) -> list[int]:
 
 def test_more_completions_than_a_request_may_have() -> None:
     prompts = [[1 + number % 300] for number in range(MOST_CHOICES // 2 + 3)]
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     done = outputs(prompts, 3, engine)
     assert [ids for ids, _ in done] == [
         expected(number, sample) for number in range(len(prompts)) for sample in range(3)
@@ -49,7 +49,7 @@ def test_more_completions_than_a_request_may_have() -> None:
 def test_more_bytes_than_a_request_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "_MOST_BYTES", 4000)
     prompts = [[300] * 400 for _ in range(12)]  # 2 kB each
-    done = outputs(prompts, 2, ScriptedEngine(), Limits(max_body_bytes=5000))
+    done = outputs(prompts, 2, ScriptedQueue(), Limits(max_body_bytes=5000))
     assert [ids for ids, _ in done] == [expected(number, sample) for number in range(12) for sample in range(2)]
 
 
@@ -63,14 +63,14 @@ def test_parts_stay_below_both_limits() -> None:
 
 
 def test_a_full_server_is_waited_for() -> None:
-    engine = ScriptedEngine(max_waiting=64)
+    engine = ScriptedQueue(max_waiting=64)
     done = outputs([[1]] * 40, 8, engine)
     assert [ids for ids, _ in done] == [expected(number, sample) for number in range(40) for sample in range(8)]
 
 
 def test_what_drafts_did_is_logged_by_trl() -> None:
     """Of both verifiers, between two reports; nothing where no request ran."""
-    service, counters = make_service(ScriptedEngine()), {"committed_tokens": 0, "row_steps": 0, "supplied_row_steps": 0}
+    service, counters = make_service(ScriptedQueue()), {"committed_tokens": 0, "row_steps": 0, "supplied_row_steps": 0}
     names = [(f"specactor_{name}_total", name, actor) for name in counters for actor in ("verifier-0", "verifier-1")]
     service.rollout.metric_rows = lambda: [row(full, counters[name], actor=actor) for full, name, actor in names]
     metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}

@@ -1,4 +1,4 @@
-"""Pauses, aborts, weights and sleep of a rollout, on a scripted engine."""
+"""Pauses, aborts, weights and sleep of a rollout, on a scripted queue."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.control import Control
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.transport.messages import WeightSet
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_queue import ScriptedQueue
 
 SAMPLING = SamplingParams(max_tokens=12, seed=1)
 
 
-class FakeRollout(ScriptedEngine):
-    """A rollout that is its own engine; a pause stops all requests.
+class FakeRollout(ScriptedQueue):
+    """A rollout that is its own request queue; a pause stops all requests.
 
     Attributes:
         calls: What was called on the rollout.
@@ -29,7 +29,7 @@ class FakeRollout(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine, self.weight_version, self.holds = self, 0, 0
+        self.queue, self.weight_version, self.holds = self, 0, 0
         self.calls: list[Any] = []
 
     def pause(self, policy: WeightPolicy) -> Future[None]:
@@ -54,7 +54,7 @@ class FakeRollout(ScriptedEngine):
             raise InputError("sleep while requests run")
         self.calls.append("sleep")
 
-    def wake_if_asleep(self) -> None:
+    def wake_verifiers(self) -> None:
         self.calls.append("wake")
 
 

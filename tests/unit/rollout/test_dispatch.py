@@ -23,7 +23,7 @@ def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers(cluster: Fak
     assert reasons(cluster.finish(entries(30))) == {}
     begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
     assert len(begun["v0"] | begun["v1"]) == 30 and min(map(len, begun.values())) >= 10
-    assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
+    assert cluster.queue.dispatcher.reissues == 0 and not cluster.suspected
 
 
 @driven()
@@ -32,7 +32,7 @@ def test_a_request_moves_once_to_the_verifier_that_has_none_left(cluster: FakeCl
     assert reasons(cluster.finish([long[0], short[0], long[1], short[1]])) == {}
     begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
     assert begun["v0"] == {"r0", "r1"} and len(begun["v1"] & begun["v0"]) == 1
-    assert cluster.client.dispatcher.reissues == 0
+    assert cluster.queue.dispatcher.reissues == 0
 
 
 @driven(max_batch=6)
@@ -71,7 +71,7 @@ class TestLostMessages:
     def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self, cluster: FakeCluster) -> None:
         cluster.network.lose("poll", "v0", times=6)
         assert reasons(cluster.finish(entries(16, tokens=100))) == {}
-        assert set(cluster.suspected) == {"v0"} and cluster.client.dispatcher.reissues == 0
+        assert set(cluster.suspected) == {"v0"} and cluster.queue.dispatcher.reissues == 0
         assert len(cluster.verifier("v0").begun) >= 7
 
     @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "repeated", "delayed"])
@@ -82,7 +82,7 @@ class TestLostMessages:
     ) -> None:
         cluster.network.lose(method, times=times, fault=fault)
         assert reasons(cluster.finish(entries(16, tokens=60))) == {}
-        assert cluster.client.dispatcher.reissues == 0
+        assert cluster.queue.dispatcher.reissues == 0
 
     @pytest.mark.parametrize("fault", ["lost_before", "lost_after"])
     @driven()
@@ -90,7 +90,7 @@ class TestLostMessages:
         cluster.network.lose("submit", "v0", times=40, fault=fault)
         assert reasons(cluster.finish(entries(4, tokens=1500))) == {}
         first = cluster.verifier("v0")
-        assert cluster.client.dispatcher.reissues >= 1
+        assert cluster.queue.dispatcher.reissues >= 1
         assert not first.running, "it still works on what another one has"
         assert bool(set(first.begun) & first.cancelled) == (fault == "lost_after")
 
@@ -107,7 +107,7 @@ class TestDeaths:
         kernel.at(kernel.now + 2.0, lambda: cluster.network.kill(cluster.handles["v0"]))
         assert reasons(cluster.finish(entries(8, tokens=100))) == {}
         assert cluster.departed == {"v0": Departure.FAILED}
-        assert 4 <= cluster.client.dispatcher.reissues <= 8
+        assert 4 <= cluster.queue.dispatcher.reissues <= 8
 
     @pytest.mark.parametrize("position", [30, -1])
     @driven(verifiers=3)
@@ -148,27 +148,27 @@ class TestDeaths:
         kernel = cluster.bench.kernel
         kernel.at(kernel.now + 1.0, lambda: kernel.freeze(cluster.actor.process))
         kernel.at(kernel.now + 80.0, lambda: kernel.thaw(cluster.actor.process))
-        stream = cluster.client.run(entries(32, tokens=100))
+        stream = cluster.stream(entries(32, tokens=100))
         first = next(stream)
         cluster.bench.clock.sleep(600.0)
         ended = [first, *stream]
-        assert len(ended) == 32 and reasons(ended) == {} and cluster.client.dispatcher.reissues == 0
+        assert len(ended) == 32 and reasons(ended) == {} and cluster.queue.dispatcher.reissues == 0
 
 
 class TestStreamsAndWeights:
     @driven()
     def test_closed_early_then_new_weights_then_another_stream(self, cluster: FakeCluster) -> None:
-        first = cluster.client.run(entries(20, tokens=50))
+        first = cluster.stream(entries(20, tokens=50))
         next(first)
         first.close()
-        cluster.client.update_weights(WeightSet(1, ("weights",)))
+        cluster.queue.update_weights(WeightSet(1, ("weights",)))
         ended = cluster.finish(entries(20, tokens=50, prefix="s"))
         assert reasons(ended) == {} and {entry.weight_version for entry in ended} == {1}
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
     @driven()
     def test_a_verifier_with_other_weights_refuses_and_is_used_when_it_has_them(self, cluster: FakeCluster) -> None:
-        cluster.client.update_weights(WeightSet(1, ("weights",)))
+        cluster.queue.update_weights(WeightSet(1, ("weights",)))
         late = cluster.verifier("v0")
         late.version = 0
         kernel = cluster.bench.kernel
@@ -181,7 +181,7 @@ class TestStreamsAndWeights:
     def test_after_an_update_that_took_too_long_streams_run_with_the_new_version(self, cluster: FakeCluster) -> None:
         cluster.load_s = float("inf")
         with pytest.raises(SpecActorError, match="were not taken within"):
-            cluster.client.update_weights(WeightSet(1, ("weights",)))
+            cluster.queue.update_weights(WeightSet(1, ("weights",)))
         kernel = cluster.bench.kernel
         for name in cluster.handles:
             kernel.at(kernel.now + 10.0, lambda name=name: cluster.verifier(name).load_weights(1))
@@ -190,32 +190,32 @@ class TestStreamsAndWeights:
 
     @driven()
     def test_weights_only_grow_and_not_while_a_stream_is_open(self, cluster: FakeCluster) -> None:
-        client = cluster.client
-        client.update_weights(WeightSet(3, ("weights",)))
-        client.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
+        queue = cluster.queue
+        queue.update_weights(WeightSet(3, ("weights",)))
+        queue.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
         with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort"):
-            client.update_weights(WeightSet(4, ("weights",)), "now")
+            queue.update_weights(WeightSet(4, ("weights",)), "now")
         with pytest.raises(InputError, match="version 2 come after version 3"):
-            client.update_weights(WeightSet(2, ("weights",)))
-        stream = client.run(entries(4))
+            queue.update_weights(WeightSet(2, ("weights",)))
+        stream = cluster.stream(entries(4))
         next(stream)
-        for forbidden in (lambda: client.update_weights(WeightSet(4, ())), client.reset_metrics):
+        for forbidden in (lambda: queue.update_weights(WeightSet(4, ())), queue.reset_metrics):
             with pytest.raises(InputError, match="while a stream is open"):
                 forbidden()
         stream.close()
-        assert client.weight_version == cluster.version == 3
-        client.update_weights(WeightSet(4, ("weights",)))
+        assert queue.weight_version == cluster.version == 3
+        queue.update_weights(WeightSet(4, ("weights",)))
 
     @driven()
     def test_commands_come_after_lost_cancellations_and_pass_over_a_dead_verifier(self, cluster: FakeCluster) -> None:
-        first = cluster.client.run([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
+        first = cluster.stream([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
         next(first)
         cluster.network.lose("cancel", times=6)
         first.close()
-        cluster.client.call_verifiers("sleep")
+        cluster.queue.call_verifiers("sleep")
         assert not any(cluster.verifier(name).running for name in cluster.handles)
         cluster.network.kill(cluster.handles["v0"])
-        cluster.client.reset_metrics()
+        cluster.queue.reset_metrics()
         assert cluster.verifier("v1").commands == ["sleep", "reset_metrics"]
         with pytest.raises(SpecActorError, match="a bug of the verifier"):  # v1 is alive
-            cluster.client.call_verifiers("wake")
+            cluster.queue.call_verifiers("wake")

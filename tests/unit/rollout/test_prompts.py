@@ -17,7 +17,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout import prompts, rendering
-from specactor_ray.rollout.prompts import ChatTurns, encode_prompt, encode_prompts, read_prompts
+from specactor_ray.rollout.prompts import ChatTurns, encode_prompt, encode_prompts, read_prompts, read_rows
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.sampling.seeds import derive_seed
 from tests import tiny
@@ -96,12 +96,23 @@ class TestErrors:
 
     def test_files_that_hold_none(self, tmp_path: Path) -> None:
         for name in ("prompts.jsonl", "prompts.txt"):
-            assert "no prompts in it" in error_of(write(tmp_path, "\n \n", name))
-        assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
+            problem = error_of(path := write(tmp_path, "\n \n", name))
+            assert problem.startswith(f"data.path: {path} has no prompts. Fix: write one JSON object with")
+        missing = tmp_path / "none.jsonl"
+        assert error_of(missing) == f"data.path: there is no file {missing}. Fix: name a file of prompts"
         assert "is a folder" in error_of(tmp_path)
-        assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
+        assert "x.csv is a table. Fix: write its rows as JSONL" in error_of(
+            write(tmp_path, "prompt,answer\na,b\n", "x.csv")
+        )
         problem = error_of(write(tmp_path, b"ab\ncd\xff\xfe"))
         assert "line 2: not UTF-8 text (byte 5 of the file). Fix: save it as UTF-8" in problem
+
+
+def test_token_ids_outside_the_vocabulary_are_found_with_their_line(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}\n{"prompt_token_ids": [511]}\n\n{"prompt_token_ids": [0, 512]}\n')
+    assert len(read_rows(path)) == 3
+    with pytest.raises(InputError, match=r"jsonl, line 4: token id 512 is outside the vocabulary .*0 to 511\)\. Fix: "):
+        read_rows(path, num_ids=512)
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,8 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
     ):
         with pytest.raises(UnavailableError, match=message):
             TRL.read(options)
+    with pytest.raises(UnavailableError, match=r"the options are stream, top_k\. .* Did you mean stream\?$"):
+        Dialect(known=("top_k",), others=("stream",)).read({"steam": True})
 
 
 def test_names_and_values_are_those_of_sampling_params() -> None:

@@ -17,7 +17,7 @@ import pytest
 from specactor_ray.serve import connections, run
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, make_service
+from tests.fakes.scripted_queue import ScriptedQueue, make_service
 from tests.waiting import wait_until
 
 SHORT = {"head_s": 0.2, "body_s": 0.2, "reader_s": 0.2}
@@ -33,8 +33,8 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(run, "http_protocol", connections._h11_protocol)
     with contextlib.ExitStack() as stack:
 
-        def start(engine: ScriptedEngine | None = None, token: str | None = None, **limits: Any) -> tuple[str, int]:
-            service = make_service(engine or ScriptedEngine(), Limits(**limits))
+        def start(engine: ScriptedQueue | None = None, token: str | None = None, **limits: Any) -> tuple[str, int]:
+            service = make_service(engine or ScriptedQueue(), Limits(**limits))
             url = stack.enter_context(serving(service, token))
             return url, int(url.rpartition(":")[2])
 
@@ -105,7 +105,7 @@ def test_one_byte_at_a_time_is_not_progress(served: Any) -> None:
 
 
 def test_a_client_that_reads_nothing_is_aborted(served: Any) -> None:
-    engine = ScriptedEngine(part=5000)
+    engine = ScriptedQueue(part=5000)
     engine.script = lambda _prompt, _sampling: [20] * 10**6
     _, port = served(engine, reader_s=0.2)
     body = json.dumps({"prompt": [5], "max_tokens": 10**6, "stream": True, "return_token_ids": True}).encode()
@@ -116,7 +116,7 @@ def test_a_client_that_reads_nothing_is_aborted(served: Any) -> None:
 
 
 def test_waiting_streams_and_pooled_connections_are_left_alone(served: Any) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     engine.held = True
     _, port = served(engine, **SHORT)
     with contextlib.closing(pooled(port)) as connection:
@@ -148,7 +148,7 @@ def test_idle_connections_shut_nothing_off(served: Any) -> None:
 
 
 def test_probes_are_answered_when_the_server_is_full(served: Any) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     engine.held = True
     url, port = served(engine, max_connections=2)
     body = json.dumps(BODY).encode()

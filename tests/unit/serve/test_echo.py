@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.scripted_engine import ScriptedEngine, events, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, post
 
 PATH = "/v1/completions"
 
 
-class ScoringEngine(ScriptedEngine):
+class ScoringQueue(ScriptedQueue):
     """Its prompts have log-probabilities -1, -2, ... if they are requested; token 20 has half of these."""
 
     def submit(self, prompt: Any, sampling: Any = None, **options: Any) -> Any:
@@ -26,12 +26,12 @@ class ScoringEngine(ScriptedEngine):
 
 
 def ask(**body: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = post(PATH, body, ScoringEngine()).json()
+    answer: dict[str, Any] = post(PATH, body, ScoringQueue()).json()
     return answer
 
 
 def test_a_choice_begins_with_its_prompt() -> None:
-    ids = ScriptedEngine().tokenizer("the red fox 🦊")["input_ids"]
+    ids = ScriptedQueue().tokenizer("the red fox 🦊")["input_ids"]
     for prompt in ("the red fox 🦊", ids):
         (choice,) = ask(prompt=prompt, echo=True, max_tokens=3, logprobs=1, seed=1)["choices"]
         report, output = choice["logprobs"], ask(prompt=ids, max_tokens=3, logprobs=1, seed=1)["choices"][0]
@@ -49,7 +49,7 @@ def test_the_most_probable_token_is_beside_the_prompts(logprobs: int) -> None:
     """As lm-eval asks: a continuation is greedy if each of its values is the largest."""
     body = {"prompt": [[11, 12, 20, 13]], "echo": True, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
     (choice,) = ask(**body)["choices"]
-    report, name = choice["logprobs"], ScriptedEngine().tokenizer.decode
+    report, name = choice["logprobs"], ScriptedQueue().tokenizer.decode
     first, *tops = report["top_logprobs"][:4]
     assert first is None and [next(iter(top)) for top in tops] == [name([12]), name([20]), name([13])]
     assert [next(iter(top.values())) for top in tops] == report["token_logprobs"][1:4] == [-1.0, -2.0, -3.0]
@@ -60,10 +60,10 @@ def test_the_most_probable_token_is_beside_the_prompts(logprobs: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_alone(stream: bool) -> None:
     body = {"prompt": ["the red", [11, 12, 13]], "echo": True, "max_tokens": 0, "logprobs": 1, "n": 2, "stream": stream}
-    answer = post(PATH, body, ScoringEngine())
+    answer = post(PATH, body, ScoringQueue())
     choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
-    tokenizer = ScriptedEngine().tokenizer
+    tokenizer = ScriptedQueue().tokenizer
     texts = {"the red": tokenizer("the red")["input_ids"], tokenizer.decode([11, 12, 13]): [11, 12, 13]}
     for choice in choices:
         report, (text, ids) = choice["logprobs"], list(texts.items())[choice["index"] // 2]
@@ -73,7 +73,7 @@ def test_a_prompt_alone(stream: bool) -> None:
 
 
 def test_a_stop_text_cuts_the_output_and_not_the_prompt() -> None:
-    engine = ScoringEngine()
+    engine = ScoringQueue()
     engine.script = lambda _prompt, _sampling: engine.tokenizer("one, two, three")["input_ids"]
     body = {"prompt": "two, two", "echo": True, "stop": ", t", "logprobs": 0, "max_tokens": 50}
     for stream in (False, True):
@@ -91,7 +91,7 @@ def test_special_tokens_of_a_text_have_their_place() -> None:
 def test_a_stream_without_log_probabilities() -> None:
     body = {"prompt": ["a", "b"], "echo": True, "stream": True, "max_tokens": 7, "n": 2}
     texts = [""] * 4
-    for event in events(post(PATH, body, ScoringEngine())):
+    for event in events(post(PATH, body, ScoringQueue())):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     outputs = [choice["text"] for choice in ask(prompt=["a", "b"], max_tokens=7, n=2)["choices"]]
     assert [text[0] for text in texts] == ["a", "a", "b", "b"] and len(outputs) == 4

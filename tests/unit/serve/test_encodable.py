@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, make_service, on, post
 
 HALF = "\\ud83d"
 JSON = {"Content-Type": "application/json"}
@@ -64,12 +64,12 @@ def test_a_refused_label_leaves_the_server_as_it_was() -> None:
         answers = [await client.get("/get_weight_version"), await client.post("/generate", json={"input_ids": [1]})]
         return statuses + [answer.status_code for answer in answers]
 
-    assert on(make_service(ScriptedEngine()), work) == [400, 400, 200, 200]
+    assert on(make_service(ScriptedQueue()), work) == [400, 400, 200, 200]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate", "/get_weight_version"])
 def test_a_label_that_a_program_set_is_sent_escaped(path: str) -> None:
-    service = make_service(ScriptedEngine())
+    service = make_service(ScriptedQueue())
     service.control.relabel("a\ud800")
     body = {"input_ids": [1], "token_ids": [1], "sampling_params": {}}
 
@@ -83,7 +83,7 @@ def test_a_label_that_a_program_set_is_sent_escaped(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_any_defect_of_a_stream_ends_it_with_an_event(path: str) -> None:
-    service = make_service(ScriptedEngine())
+    service = make_service(ScriptedQueue())
     calls = iter(range(1000))
 
     def checked(output: Any) -> Any:

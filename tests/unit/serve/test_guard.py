@@ -12,13 +12,13 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.serve.run import read_key
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, make_service, on, post
+from tests.fakes.scripted_queue import ScriptedQueue, make_service, on, post
 
 TOKEN = "a-token-of-some-length"
 
 
 def get(path: str, token: str | None = None, **headers: str) -> httpx.Response:
-    answer: httpx.Response = on(make_service(ScriptedEngine()), lambda client: client.get(path, headers=headers), token)
+    answer: httpx.Response = on(make_service(ScriptedQueue()), lambda client: client.get(path, headers=headers), token)
     return answer
 
 
@@ -98,5 +98,5 @@ def test_a_large_body_is_refused_with_and_without_its_length() -> None:
             await client.post("/v1/completions", content=content, headers=headers) for content in (body, in_pieces())
         ]
 
-    for answer in on(make_service(ScriptedEngine(), Limits(max_body_bytes=1000)), work):
+    for answer in on(make_service(ScriptedQueue(), Limits(max_body_bytes=1000)), work):
         assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.scripted_engine import ScriptedEngine, make_service, on
+from tests.fakes.scripted_queue import ScriptedQueue, make_service, on
 
 MESSAGES = [{"role": "user", "content": "a"}]
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"a": "\\ud800"}'}}]}]
@@ -41,7 +41,7 @@ def test_no_value_is_a_defect(path: str) -> None:
             answer = await client.post(path, content=sent, headers={"Content-Type": "application/json"})
             assert answer.status_code < 500 and '"code":500' not in answer.text, (sent[:300], answer.text)
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
@@ -60,4 +60,4 @@ def test_no_deep_value_is_a_defect(path: str) -> None:
                     answer = await client.post(path, content=sent, headers={"Content-Type": "application/json"})
                     assert answer.status_code in (200, 400), (depth, message[:20], more[:30], answer.text)
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)

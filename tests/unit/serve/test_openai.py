@@ -10,16 +10,16 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import ActorLostError
-from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, make_service, on, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Count."}]
 JSON = {"Content-Type": "application/json"}
 
 
-def saying(text: str, part: int = 3) -> ScriptedEngine:
+def saying(text: str, part: int = 3) -> ScriptedQueue:
     """An engine whose outputs are this text."""
-    engine = ScriptedEngine(part=part)
+    engine = ScriptedQueue(part=part)
     tokens = engine.tokenizer(text)["input_ids"]
     engine.script = lambda _prompt, _sampling: tokens
     return engine
@@ -74,10 +74,10 @@ class TestErrors:
             answer = await client.get(COMPLETIONS)
             assert answer.status_code == 405 and answer.headers["allow"] == "POST" and "error" in answer.json()
 
-        on(make_service(ScriptedEngine()), work)
+        on(make_service(ScriptedQueue()), work)
 
     def test_a_run_that_is_lost_is_unavailable(self) -> None:
-        engine = ScriptedEngine()
+        engine = ScriptedQueue()
         engine.failure = ActorLostError("all verifiers are gone")
         answer = post(COMPLETIONS, {"prompt": "a"}, engine)
         assert answer.status_code == 503 and "gone" in answer.json()["error"]["message"]
@@ -85,14 +85,14 @@ class TestErrors:
         assert event["error"]["code"] == 503
 
     def test_requests_that_fail_and_overload_are_refused_as_a_whole(self) -> None:
-        for engine, status in ((ScriptedEngine(), 400), (ScriptedEngine(max_waiting=2), 429)):
+        for engine, status in ((ScriptedQueue(), 400), (ScriptedQueue(max_waiting=2), 429)):
             engine.error, engine.held = "the prompt cannot run", status == 429
             answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
             assert answer.status_code == status and not engine.open
             assert ("cannot run" in answer.json()["error"]["message"]) == (status == 400)
 
     def test_a_defect_is_an_error_without_its_text(self) -> None:
-        service = make_service(ScriptedEngine())
+        service = make_service(ScriptedQueue())
         service.require_model = lambda name: 1 // 0  # type: ignore[method-assign]
         answer = on(service, lambda client: client.post(COMPLETIONS, json={"prompt": "a"}))
         assert answer.status_code == 500 and "division" not in answer.text and answer.json()["error"]["code"] == 500
@@ -111,7 +111,7 @@ class TestAnswers:
         assert post(COMPLETIONS, {"prompt": [5, 6]}).json()["choices"][0]["logprobs"] is None
 
     def test_sampling_session_and_priority_reach_the_engine(self) -> None:
-        engine = ScriptedEngine()
+        engine = ScriptedQueue()
         named = {"request_id": "r", "session": "s", "priority": -2}
         post(COMPLETIONS, {"prompt": [5], "temperature": 0.5, "top_k": 7, **named}, engine)
         post(CHAT, {"messages": MESSAGES, "max_completion_tokens": 4}, engine)
@@ -173,7 +173,7 @@ class TestAnswers:
     def test_each_operation_of_the_schema_has_its_own_name(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            schema = on(make_service(ScriptedEngine()), lambda client: client.get("/openapi.json")).json()
+            schema = on(make_service(ScriptedQueue()), lambda client: client.get("/openapi.json")).json()
         names = [operation["operationId"] for path in schema["paths"].values() for operation in path.values()]
         assert len(names) == len(set(names))
 

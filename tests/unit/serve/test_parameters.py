@@ -10,7 +10,7 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.serve.requests import Refusal, refusal_of, wanted_of
-from tests.fakes.scripted_engine import ScriptedEngine, post
+from tests.fakes.scripted_queue import ScriptedQueue, post
 
 DEFAULT = SamplingParams(temperature=0.7, max_tokens=16, seed=1)
 
@@ -116,7 +116,7 @@ def test_neutral_values_of_vllms_fields_pass(given: dict[str, Any]) -> None:
 
 
 def test_numbers_may_be_texts_as_in_vllm() -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     given = {"max_tokens": "3", "temperature": "0.5", "top_k": 4.0, "seed": "7", "n": 2.0, "ignore_eos": "yes"}
     assert post("/v1/completions", {"prompt": [1], **given}, engine).status_code == 200
     samples = [sampling for _, sampling, _ in engine.submitted]
@@ -127,7 +127,7 @@ def test_numbers_may_be_texts_as_in_vllm() -> None:
 
 def test_seed_minus_one_is_no_seed() -> None:
     for path, body in (("/v1/completions", {"prompt": [1]}), ("/inference/v1/generate", {"token_ids": [1]})):
-        engine, given = ScriptedEngine(), {"seed": -1}
+        engine, given = ScriptedQueue(), {"seed": -1}
         sent = body | (given if path == "/v1/completions" else {"sampling_params": given})
         assert post(path, sent, engine).status_code == 200
         assert engine.submitted[0][1].seed > 0

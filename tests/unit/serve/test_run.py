@@ -19,7 +19,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.serve import run
 from specactor_ray.serve.run import listening_socket, server_of, url_of
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, make_service, on
+from tests.fakes.scripted_queue import ScriptedQueue, make_service, on
 
 HOST = "127.0.0.1"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -49,7 +49,7 @@ def test_the_address_of_a_server_can_be_reached() -> None:
 
 
 def test_a_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    server = server_of(make_service(ScriptedEngine()))
+    server = server_of(make_service(ScriptedQueue()))
     with sigterm_interrupts():
         server.handle_exit(signal.SIGTERM, None)
     assert server.should_exit and capfd.readouterr().err == "interrupted; stopping ...\n"
@@ -59,7 +59,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "_CUT_OFF_S", 60)
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     engine.held = True
     service = make_service(engine, Limits(drain_s=0.0))
     lines: list[str] = []
@@ -97,7 +97,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(
 
 
 def test_the_traffic_is_a_line_every_hundred_ticks_with_requests() -> None:
-    service, lines = make_service(ScriptedEngine()), list[str]()
+    service, lines = make_service(ScriptedQueue()), list[str]()
     server, rollout = server_of(service, report=lines.append), service.rollout
 
     async def tick(*counters: int) -> None:
@@ -121,6 +121,6 @@ def test_a_failed_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixtur
         for path, body in (("/v1/completions", {"prompt": "a", "n": 0}), ("/no%0Apath", {}), *REQUESTS):
             await client.post(path, json=body)
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)
     expected = ["/v1/completions: 400 n is 0; it must be a whole number from 1 to", "/no\\npath: 404 Not Found"]
     assert [message.startswith(start) for message, start in zip(caplog.messages, expected, strict=True)] == [True] * 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.serve.tool_calls import opens_thought, parsed_calls
-from tests.fakes.scripted_engine import ScriptedEngine, events, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, post
 
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 EDIT = '<tool_call>{"name": "edit", "arguments": {"text": "x </tool_call> <tool_call> <think> </think> y"}}</tool_call>'
@@ -54,7 +54,7 @@ def test_a_prompt_may_open_the_thought() -> None:
 @pytest.mark.parametrize("part", [1, 7, 500])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "deep"])
 def test_a_stream_has_the_same_content_and_calls(case: str, part: int) -> None:
-    engine = ScriptedEngine(part=part)
+    engine = ScriptedQueue(part=part)
     tokens = engine.tokenizer(CASES[case][0])["input_ids"]
     engine.script, engine.finish_reason = lambda _prompt, _sampling: tokens, "length"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -13,7 +13,7 @@ import pytest
 from specactor_ray import __version__
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.rollout.dispatch import WeightPolicy
-from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, make_service, on, post
 from tests.tiny import VOCAB_SIZE
 
 TOKENS, GENERATE = "/inference/v1/generate", "/generate"
@@ -54,12 +54,12 @@ class TestTokens:
     )
     def test_sessions_have_vllms_names(self, given: dict[str, str], header: str, session: str | None) -> None:
         for path, body in ((TOKENS, tokens([5], max_tokens=1)), ("/v1/completions", {"prompt": [5], "max_tokens": 1})):
-            engine = ScriptedEngine()
+            engine = ScriptedQueue()
             assert post(path, body | given, engine, headers={"X-Session-ID": header} if header else {}).is_success
             assert engine.submitted[0][2]["session"] == session
 
     def test_session_and_priority_reach_the_engine(self) -> None:
-        engine = ScriptedEngine()
+        engine = ScriptedQueue()
         body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2, "request_id": "r"}
         assert post(TOKENS, body, engine, headers={"X-Session-ID": "s"}).is_success
         assert engine.submitted[0][2] == {"request_id": "r", "session": "s", "priority": -2}
@@ -115,7 +115,7 @@ def test_what_is_no_request_is_refused(path: str) -> None:
             answer = await client.post(path, content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == 400 and answer.json()["error"]["message"]
 
-    on(make_service(ScriptedEngine()), work)
+    on(make_service(ScriptedQueue()), work)
 
 
 class TestGenerate:
@@ -130,7 +130,7 @@ class TestGenerate:
         assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (3, 4, "0")
 
     def test_a_seed_counts_positions_of_the_whole_text(self) -> None:
-        engine = ScriptedEngine()
+        engine = ScriptedQueue()
         post(GENERATE, ids([1, 2, 3], max_new_tokens=4, sampling_seed=4), engine)
         post(GENERATE, ids([1, 2, 3], max_new_tokens=4), engine)
         assert [sampling.first_position for _, sampling, _ in engine.submitted] == [3, 0]
@@ -157,7 +157,7 @@ class TestGenerate:
         ],
     )
     def test_text_is_sglangs(self, sampling: dict[str, Any], text: str) -> None:
-        engine = ScriptedEngine()
+        engine = ScriptedQueue()
         letters = [engine.tokenizer(letter)["input_ids"][-1] for letter in "ab"]
         end = engine.tokenizer.eos_token_id
         engine.script, engine.finish_reason = lambda _prompt, _sampling: [*letters, end], "stop"
@@ -168,7 +168,7 @@ class TestGenerate:
 
 
 def test_loads_and_aborts() -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedQueue()
     engine.held = True
     service = make_service(engine)
 
@@ -197,13 +197,13 @@ def test_loads_and_aborts() -> None:
 
 
 def test_without_verifiers_it_does_not_generate() -> None:
-    service = make_service(ScriptedEngine())
+    service = make_service(ScriptedQueue())
     for verifiers, status in (({"verifier-0": None}, 200), ({}, 503)):
         service.rollout.view = lambda verifiers=verifiers: ClusterView(verifiers=verifiers)  # type: ignore[method-assign]
         assert on(service, lambda client: client.get("/health_generate")).status_code == status
 
 
-class PausedEngine(ScriptedEngine):
+class PausedQueue(ScriptedQueue):
     """An engine on which nothing runs when a pause begins."""
 
     def pause(self, policy: WeightPolicy) -> Future[None]:
@@ -240,12 +240,12 @@ def test_a_pause_rejects_requests_or_lets_them_wait(mode: str) -> None:
         assert (await client.post("/pause_generation", json={})).is_success
         assert (await client.post(GENERATE, json=ids([1]))).is_success, "the last pause counts; SGLang's lets all wait"
 
-    on(make_service(PausedEngine()), work)
+    on(make_service(PausedQueue()), work)
 
 
 @pytest.mark.parametrize(("query", "ranks"), [("", 6), ("?include_dp=true", 6), ("?include_dp=false", 2)])
 def test_ranks_of_all_verifiers_or_of_one(query: str, ranks: int) -> None:
-    service = make_service(ScriptedEngine())
+    service = make_service(ScriptedQueue())
     service.rollout.config.target.replicas, service.rollout.config.target.gpus = 3, 2
     answer = on(service, lambda client: client.get(f"/get_world_size{query}"))
     assert answer.json() == {"world_size": ranks}
@@ -261,6 +261,6 @@ def test_state_in_vllms_form() -> None:
         return [*states, {ping.status_code: ping.content}]
 
     still, paused = {"is_paused": False}, {"is_paused": True}
-    found = on(make_service(PausedEngine()), work)
+    found = on(make_service(PausedQueue()), work)
     version = {"version": __version__}
     assert found == [still, {"is_sleeping": False}, {"server_load": 0}, version, paused, still, {200: b""}]

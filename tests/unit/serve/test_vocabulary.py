@@ -14,7 +14,7 @@ from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.handle import Token
 from specactor_ray.serve.openai_answers import Offsets
 from specactor_ray.serve.vocabulary import Vocabulary
-from tests.fakes.scripted_engine import ScriptedEngine, events, post
+from tests.fakes.scripted_queue import ScriptedQueue, events, post
 from tests.tiny import tiny_target
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -158,7 +158,7 @@ class TestAlternatives:
 @pytest.mark.parametrize("part", [1, 3, 50])
 @pytest.mark.parametrize("text", ["näïve 🦊 狐狸.", "one, two, three<|eos|>"])
 def test_answers_and_streams_report_the_same(text: str, part: int, n: int) -> None:
-    engine = ScriptedEngine(part=part)
+    engine = ScriptedQueue(part=part)
     engine.script = lambda _prompt, _sampling: byte_level().encode(text)
     body = {"prompt": [5], "max_tokens": 100, "logprobs": 0, "n": n, "seed": 1}
     content, plain = (

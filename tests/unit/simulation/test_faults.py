@@ -48,7 +48,7 @@ def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monk
     simulation = Simulation(FaultScenario(4, requests=24, faults=FaultPlan(("freeze actor",), 8, 1.0)))
     report = simulation.run()
     assert report.violations == [] and report.faults["freeze actor"] == 8
-    assert [client.dispatcher.reissues for client in simulation.clients] == [0]
+    assert [queue.dispatcher.reissues for queue in simulation.queues] == [0]
 
 
 @pytest.mark.parametrize("kind", [*OF_TRAINING, "kill controller", "kill verifier", "bad links"])

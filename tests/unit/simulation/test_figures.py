@@ -5,6 +5,7 @@ The tables list all figures of the code, so a new one needs its recount here.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.actors.loops import VerifierActor
 from specactor_ray.core.metrics import METRICS
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
@@ -186,7 +188,7 @@ class Recorded(Simulation):
 
     def start_run(self) -> None:
         super().start_run()
-        journal = self.client.dispatcher.journal
+        journal = self.queue.dispatcher.journal
         self.recount, end = Recount(journal), journal.end
 
         def ended(message: Any) -> JournalEntry:
@@ -195,7 +197,7 @@ class Recorded(Simulation):
             return entry
 
         journal.end = ended  # type: ignore[method-assign]
-        release, balance = journal.release, self.client.dispatcher._balance
+        release, balance = journal.release, self.queue.dispatcher._balance
 
         def released(request_id: str) -> JournalEntry:
             self.released += 1
@@ -207,7 +209,7 @@ class Recorded(Simulation):
             self.moved += self.released - before
 
         journal.release = released  # type: ignore[method-assign]
-        self.client.dispatcher._balance = balanced  # type: ignore[method-assign]
+        self.queue.dispatcher._balance = balanced  # type: ignore[method-assign]
 
     def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
         super()._check_single(handle, sampling)
@@ -219,8 +221,8 @@ class Recorded(Simulation):
         for entry in self.ended:
             if entry.stats != self.recount.stats(entry.request_id):
                 self.fail(f"{entry.request_id} has the counters {entry.stats}")
-        verifiers = self.client.dispatcher.verifiers
-        own = {name: counters for name, counters in verifiers.counters.items() if name in self.client.view().verifiers}
+        verifiers = self.queue.dispatcher.verifiers
+        own = {name: counters for name, counters in verifiers.counters.items() if name in self.ask("view").verifiers}
         seats = {name.partition("#")[0]: name for name in own}
         for name, counters in own.items():
             truth = Truth(self.logs[name], self.kernel.now)
@@ -229,7 +231,7 @@ class Recorded(Simulation):
                 self.compared += 1
                 if not COUNTERS[figure](value, truth, figures):
                     self.fail(f"{name} shows {figure} {value}")
-        for row in self.client.metric_rows():
+        for row in self.queue.metric_rows():
             figure = row.name.removeprefix("specactor_")
             name = seats.get(row.labels.get("actor", ""), "")
             truth = Truth(
@@ -276,3 +278,49 @@ def test_every_figure_is_that_of_the_records(mode: str, faults: tuple[str, ...])
     assert simulation.compared >= 2 * len(COUNTERS) and simulation.recount.discarded > 0
     if "kill verifier" in faults:
         assert simulation.released > simulation.moved > 0
+
+
+class Polled(Simulation):
+    """Records the answers to polls, and compares the driver's counters with those of the verifiers after each round."""
+
+    def __init__(self, scenario: FaultScenario, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(scenario)
+        self.counted: dict[VerifierActor, list[float]] = {}
+        """Verifier → times of its answers with counters while it ran requests."""
+        self.answers = self.compared = 0
+        poll = VerifierActor.poll
+
+        def polled(actor: VerifierActor, *arguments: Any) -> Any:
+            answer = poll(actor, *arguments)
+            self.answers += 1
+            if actor._running().running and answer[2] is not None:
+                self.counted.setdefault(actor, []).append(self.kernel.now)
+            return answer
+
+        monkeypatch.setattr(VerifierActor, "poll", polled)
+
+    def _round(self, number: int) -> None:
+        super()._round(number)
+        begin = self.kernel.now
+        shown, serving = self.queue.metrics().to_dict(), self.ask("view").verifiers.values()
+        if self.kernel.now > begin + 0.5:
+            self.fail(f"round {number}: the final counters came after {self.kernel.now - begin:.1f} s")
+        counters = [self.calls.ask(one, "ping", deadline_s=5.0) for one in serving]
+        truth = RolloutMetrics.merge(counters).to_dict()
+        self.compared += truth["committed_tokens"] > 0
+        if shown != truth:
+            self.fail(f"round {number} ends with {shown}, and the verifiers have {truth}")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", ["plain", "coupled"])
+def test_verifiers_send_counters_once_a_second_and_complete_ones_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
+) -> None:
+    """Also behind outputs that the driver ends: those with stop texts, and aborted ones."""
+    plan = FaultPlan(("close early",), 3, 0.3)
+    simulation = Polled(FaultScenario(seed, requests=96, verifiers=2, mode=mode, stops=True, faults=plan), monkeypatch)
+    assert simulation.run().violations == [] and simulation.compared >= 2
+    times = simulation.counted.values()
+    assert all(later >= at + 1.0 for one in times for at, later in itertools.pairwise(one))
+    assert simulation.answers > 3 * sum(map(len, times)) > 0

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from specactor_ray.actors.specs import Departure
-from specactor_ray.core.clock import SYSTEM
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries, stats_of
 from tests.number_text import NumberText, stopped_output, true_output, true_token
 
-IDLE: Any = Any, SYSTEM, lambda: None, lambda: False
-"""Arguments of an engine that runs nothing."""
+IDLE: Any = Config(), None, Calls()
+"""Arguments of a queue that runs nothing."""
 PROMPT = [1, 2, 3]
 
 
@@ -37,13 +38,13 @@ def begun(cluster: FakeCluster, name: str) -> list[str]:
 class TestOutputs:
     @driven()
     def test_tokens_come_once_as_they_are_committed_with_the_most_probable_ones(
-        self, cluster: FakeCluster, engine: Engine
+        self, cluster: FakeCluster, queue: RequestQueue
     ) -> None:
-        engine.tokenizer = NumberText()
+        queue.tokenizer = NumberText()
         one = replace(sampling(3, 60), logprobs=3)
         truth = true_output(one, 0)
         tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
-        handle, other = engine.submit(PROMPT, one), engine.submit(PROMPT, sampling(4))
+        handle, other = queue.submit(PROMPT, one), queue.submit(PROMPT, sampling(4))
         streamed, times = [], set()
         for token in handle.tokens():
             streamed.append(token)
@@ -54,19 +55,21 @@ class TestOutputs:
         assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
         assert {token.top for token in other.tokens()} == {()}
         assert handle.result().to_json()["top_logprobs"][0] == [list(pair) for pair in tops[0]]
-        cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",))).result()
+        cut = queue.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",))).result()
         assert cut.token_ids == truth[:32] and cut.top_logprobs == tops[:32]
-        moved = engine.submit(PROMPT, one)
+        moved = queue.submit(PROMPT, one)
         cluster.bench.clock.sleep(0.6)
         cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.NODE_LOST)
         assert moved.result().top_logprobs == tops
 
     @driven(verifiers=1)
-    def test_an_idle_engine_answers_as_soon_as_the_verifier_does(self, cluster: FakeCluster, engine: Engine) -> None:
+    def test_an_idle_queue_answers_as_soon_as_the_verifier_does(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
         for seed in range(5):
             begin = cluster.bench.kernel.now
-            engine.submit(PROMPT, sampling(seed, 1)).result()
-            # a step of the verifier, one of its poll, and the calls' latencies: no wait of the engine's own
+            queue.submit(PROMPT, sampling(seed, 1)).result()
+            # a step of the verifier, one of its poll, and the calls' latencies: no wait of the queue's own
             assert cluster.bench.kernel.now - begin < 2.0 * STEP_S + 0.02
             cluster.bench.clock.sleep(7.0)
 
@@ -74,12 +77,14 @@ class TestOutputs:
 class TestArrivals:
     @pytest.mark.parametrize("late", [False, True])
     @driven(verifiers=1)
-    def test_each_token_is_read_before_the_next_is_made(self, cluster: FakeCluster, engine: Engine, late: bool) -> None:
+    def test_each_token_is_read_before_the_next_is_made(
+        self, cluster: FakeCluster, queue: RequestQueue, late: bool
+    ) -> None:
         """Also beside requests that nothing reads, with a poll for them in flight."""
         if late:
-            others = [engine.submit(PROMPT, sampling(seed, 40)) for seed in range(3)]
+            others = [queue.submit(PROMPT, sampling(seed, 40)) for seed in range(3)]
             cluster.bench.clock.sleep(0.4)
-        handle, read, (verifier,) = engine.submit(PROMPT, sampling(9)), 0, map(cluster.verifier, cluster.handles)
+        handle, read, (verifier,) = queue.submit(PROMPT, sampling(9)), 0, map(cluster.verifier, cluster.handles)
         for read, _token in enumerate(handle.tokens(), start=1):
             made = verifier.running[handle.key][1] if handle.key in verifier.running else 20
             assert made == read
@@ -88,10 +93,10 @@ class TestArrivals:
     @pytest.mark.parametrize("is_read", [False, True])
     @driven(verifiers=1)
     def test_outputs_that_nothing_reads_as_they_come_take_fewer_polls(
-        self, cluster: FakeCluster, engine: Engine, is_read: bool
+        self, cluster: FakeCluster, queue: RequestQueue, is_read: bool
     ) -> None:
         verifier = next(map(cluster.verifier, cluster.handles))
-        handles = [engine.submit(PROMPT, sampling(seed, 60)) for seed in range(4)]
+        handles = [queue.submit(PROMPT, sampling(seed, 60)) for seed in range(4)]
         if is_read:
             assert len(list(handles[0].tokens())) == 60
         assert {len(handle.result().token_ids) for handle in handles} == {60}
@@ -101,10 +106,10 @@ class TestArrivals:
 class TestRest:
     @pytest.mark.parametrize("fault", ["", "lost_before", "lost_after"])
     @driven()
-    def test_an_idle_verifier_is_shown_at_rest(self, cluster: FakeCluster, engine: Engine, fault: str) -> None:
+    def test_an_idle_verifier_is_shown_at_rest(self, cluster: FakeCluster, queue: RequestQueue, fault: str) -> None:
         """Also after aborts, which no event answers, and if calls are lost."""
-        handles = [engine.submit(PROMPT, sampling(seed, 2000)) for seed in range(6)]
-        counters = cluster.client.dispatcher.verifiers.counters
+        handles = [queue.submit(PROMPT, sampling(seed, 2000)) for seed in range(6)]
+        counters = cluster.queue.dispatcher.verifiers.counters
         cluster.bench.clock.sleep(2.0)
         assert [one["running"] for one in counters.values()] == [3, 3]
         if fault:
@@ -120,11 +125,11 @@ class TestAbort:
     @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.7])
     @driven()
     def test_what_is_aborted_and_continued_is_the_undisturbed_output(
-        self, cluster: FakeCluster, engine: Engine, after_s: float
+        self, cluster: FakeCluster, queue: RequestQueue, after_s: float
     ) -> None:
         whole = replace(sampling(3, 60), prompt_logprobs=True)
         truth = true_output(whole, 0)
-        handle = engine.submit(PROMPT, whole)
+        handle = queue.submit(PROMPT, whole)
         cluster.bench.clock.sleep(after_s)
         part = handle.abort()
         assert part.finish_reason == "abort" and handle.result() == part
@@ -132,7 +137,7 @@ class TestAbort:
         assert part.stats == stats_of(len(part.token_ids))
         assert part.prompt_logprobs == ((-1.0, -2.0) if part.token_ids else None)
         resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
-        rest = engine.submit([*PROMPT, *part.token_ids], resent)
+        rest = queue.submit([*PROMPT, *part.token_ids], resent)
         streamed = tuple(token.token_id for token in rest.tokens())
         assert part.token_ids + streamed == truth
         assert rest.result().token_ids == streamed and len(rest.result().logprobs) == len(streamed)
@@ -140,17 +145,17 @@ class TestAbort:
 
     @driven(verifiers=1, max_batch=1)
     def test_what_waits_is_aborted_without_a_verifier_and_what_has_ended_stays_as_it_is(
-        self, cluster: FakeCluster, engine: Engine
+        self, cluster: FakeCluster, queue: RequestQueue
     ) -> None:
-        running = [engine.submit(PROMPT, sampling(seed, 100), request_id="runs") for seed in range(2)]
-        waiting = engine.submit(PROMPT, sampling(9), request_id="waits")
+        running = [queue.submit(PROMPT, sampling(seed, 100), request_id="runs") for seed in range(2)]
+        waiting = queue.submit(PROMPT, sampling(9), request_id="waits")
         cluster.bench.clock.sleep(0.5)
-        assert engine.running("runs") == running and engine.running() == [*running, waiting]
+        assert queue.running("runs") == running and queue.running() == [*running, waiting]
         assert waiting.abort().token_ids == () and waiting.result().finish_reason == "abort"
         assert [handle.result().finish_reason for handle in running] == ["length", "length"]
         assert running[0].abort().finish_reason == "length"
-        assert not engine.running()
-        engine.settle()
+        assert not queue.running()
+        queue.settle()
         assert waiting.key not in begun(cluster, "v0")
 
 
@@ -158,12 +163,12 @@ class TestStopTexts:
     @pytest.mark.parametrize("one_dies", [False, True])
     @driven()
     def test_outputs_end_with_the_token_that_completes_one(
-        self, cluster: FakeCluster, engine: Engine, one_dies: bool
+        self, cluster: FakeCluster, queue: RequestQueue, one_dies: bool
     ) -> None:
-        engine.tokenizer = NumberText()
+        queue.tokenizer = NumberText()
         stops = [("77,", f"{seed},1") for seed in range(40)]
         wanted = [replace(sampling(seed, 60), stop=stop, prompt_logprobs=True) for seed, stop in enumerate(stops)]
-        handles = [engine.submit(PROMPT, one) for one in wanted]
+        handles = [queue.submit(PROMPT, one) for one in wanted]
         if one_dies:
             cluster.bench.clock.sleep(0.6)
             cluster.network.kill(cluster.handles["v0"])
@@ -171,7 +176,7 @@ class TestStopTexts:
         entered = entries(40, tokens=60)
         for entry, one in zip(entered, wanted, strict=True):
             entry.sampling = one
-        ended = {entry.request_id: trajectory_of(entry, engine.tokenizer) for entry in cluster.client.run(entered)}
+        ended = {entry.request_id: trajectory_of(entry, queue.tokenizer) for entry in cluster.stream(entered)}
         reasons = set()
         for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
             output, expected = handle.result(), stopped_output(one)
@@ -184,7 +189,7 @@ class TestStopTexts:
             assert output.stop_reason in ((None,) if output.finish_reason == "length" else one.stop)
             reasons.add(output.finish_reason)
         assert reasons == {"stop", "length"}
-        engine.settle()
+        queue.settle()
         assert not any(cluster.verifier(name).running for name in cluster.handles)
         learned = [output for name in cluster.handles for output in cluster.verifier(name).learned]
         assert any(len(output.token_ids) < 60 for output in learned), "drafters learn from them"
@@ -192,29 +197,31 @@ class TestStopTexts:
 
 class TestTurns:
     @driven(verifiers=1, max_batch=1)
-    def test_too_many_that_wait_are_refused_and_streams_are_not(self, cluster: FakeCluster, engine: Engine) -> None:
-        engine.max_waiting = 3
-        stream = cluster.client.run(entries(20))
+    def test_too_many_that_wait_are_refused_and_streams_are_not(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
+        queue.max_waiting = 3
+        stream = cluster.stream(entries(20))
         next(stream)
-        kept = [engine.submit(PROMPT, sampling(seed)) for seed in range(3)]
+        kept = [queue.submit(PROMPT, sampling(seed)) for seed in range(3)]
         with pytest.raises(OverloadedError, match="3 requests wait already"):
-            engine.submit(PROMPT, sampling())
+            queue.submit(PROMPT, sampling())
         assert len(list(stream)) == 19
         assert [handle.result().error for handle in kept] == ["", "", ""]
-        assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
+        assert queue.submit(PROMPT, sampling()).result().finish_reason == "length"
 
     @driven(verifiers=3)
-    def test_a_session_stays_on_its_verifier_while_that_lives(self, cluster: FakeCluster, engine: Engine) -> None:
+    def test_a_session_stays_on_its_verifier_while_that_lives(self, cluster: FakeCluster, queue: RequestQueue) -> None:
         def turn_on(number: int) -> str:
             """The verifier of a turn."""
-            turn = engine.submit(PROMPT, sampling(number, 4), session="s")
+            turn = queue.submit(PROMPT, sampling(number, 4), session="s")
             assert turn.result().token_ids == true_output(sampling(number, 4), 0)
             (home,) = [name for name in cluster.handles if turn.key in begun(cluster, name)]
             return home
 
         homes = set()
         for turn in range(6):
-            others = [engine.submit(PROMPT, sampling(seed, 8)) for seed in range(turn)]
+            others = [queue.submit(PROMPT, sampling(seed, 8)) for seed in range(turn)]
             homes.add(turn_on(turn))
             for handle in others:
                 handle.result()
@@ -226,23 +233,25 @@ class TestTurns:
 
 class TestFailures:
     @driven()
-    def test_a_lost_controller_fails_all_and_a_later_request_too(self, cluster: FakeCluster, engine: Engine) -> None:
-        handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(3)]
-        stream = cluster.client.run(entries(3, tokens=1000))
+    def test_a_lost_controller_fails_all_and_a_later_request_too(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
+        handles = [queue.submit(PROMPT, sampling(seed, 1000)) for seed in range(3)]
+        stream = cluster.stream(entries(3, tokens=1000))
         kernel = cluster.bench.kernel
         begin = kernel.now + 1.0
         kernel.at(begin, lambda: cluster.network.kill(cluster.actor))
         with pytest.raises(ActorLostError, match=r"the controller of the run is gone .*6 requests are unfinished"):
             list(stream)
         assert kernel.now < begin + 5.0
-        for handle in [*handles, engine.submit(PROMPT, sampling(tokens=1000))]:
+        for handle in [*handles, queue.submit(PROMPT, sampling(tokens=1000))]:
             with pytest.raises(ActorLostError, match="the controller of the run is gone"):
                 handle.result()
         with pytest.raises(ActorLostError, match="the controller of the run is gone: "):
-            cluster.client.status()
+            cluster.queue.update_weights(WeightSet(1, ()))
 
     @driven()
-    def test_what_is_wrong_with_a_request_is_said_at_once(self, cluster: FakeCluster, engine: Engine) -> None:
+    def test_what_is_wrong_with_a_request_is_said_at_once(self, cluster: FakeCluster, queue: RequestQueue) -> None:
         unchecked = sampling()  # as one from another process
         object.__setattr__(unchecked, "stop", ("",))
         for wrong, message in (
@@ -257,32 +266,34 @@ class TestFailures:
         ):
             arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
             with pytest.raises(InputError, match=message):
-                engine.submit(**arguments)
+                queue.submit(**arguments)
 
     @driven()
-    def test_a_closed_engine_ends_what_runs(self, cluster: FakeCluster, engine: Engine) -> None:
-        handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(20)]
+    def test_a_closed_queue_ends_what_runs(self, cluster: FakeCluster, queue: RequestQueue) -> None:
+        handles = [queue.submit(PROMPT, sampling(seed, 1000)) for seed in range(20)]
         cluster.bench.clock.sleep(1.0)
-        handles.append(engine.submit(PROMPT, sampling(1, 1000)))  # the thread has not seen it
-        engine.close()
+        handles.append(queue.submit(PROMPT, sampling(1, 1000)))  # the thread has not seen it
+        queue.close()
         for handle in handles:
             with pytest.raises(InputError, match="this rollout is closed"):
                 handle.result(1.0)
         with pytest.raises(InputError, match="this rollout is closed"):
-            engine.submit(PROMPT, sampling())
+            queue.submit(PROMPT, sampling())
 
 
 class TestWeights:
-    def running(self, engine: Engine, cluster: FakeCluster) -> list[Handle]:
+    def running(self, queue: RequestQueue, cluster: FakeCluster) -> list[Handle]:
         """Eight that run and four that wait, when eight tokens or so are committed."""
-        handles = [engine.submit(PROMPT, sampling(seed, 40)) for seed in range(12)]
+        handles = [queue.submit(PROMPT, sampling(seed, 40)) for seed in range(12)]
         cluster.bench.clock.sleep(0.5)
         return handles
 
     @driven(verifiers=1)
-    def test_wait_lets_what_runs_end_and_begins_nothing_meanwhile(self, cluster: FakeCluster, engine: Engine) -> None:
-        handles = self.running(engine, cluster)
-        assert cluster.client.update_weights(WeightSet(1, ("weights",))) == 1
+    def test_wait_lets_what_runs_end_and_begins_nothing_meanwhile(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
+        handles = self.running(queue, cluster)
+        assert cluster.queue.update_weights(WeightSet(1, ("weights",))) == 1
         assert [handle.done() for handle in handles] == [True] * 8 + [False] * 4
         for seed, handle in enumerate(handles):
             output = handle.result()
@@ -290,10 +301,12 @@ class TestWeights:
             assert output.token_ids == true_output(sampling(seed, 40), output.weight_version)
 
     @driven(verifiers=1)
-    def test_keep_continues_with_the_new_weights_and_says_where(self, cluster: FakeCluster, engine: Engine) -> None:
-        handles = self.running(engine, cluster)
+    def test_keep_continues_with_the_new_weights_and_says_where(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
+        handles = self.running(queue, cluster)
         begin = cluster.bench.kernel.now
-        cluster.client.update_weights(WeightSet(1, ("weights",)), "keep")
+        cluster.queue.update_weights(WeightSet(1, ("weights",)), "keep")
         assert cluster.bench.kernel.now - begin < cluster.load_s + 0.2 and not any(one.done() for one in handles)
         for seed, handle in enumerate(handles):
             output = handle.result()
@@ -302,13 +315,13 @@ class TestWeights:
             new = tuple(true_token(seed, 1, position) for position in range(end, 40))
             assert output.token_ids == true_output(sampling(seed, 40), 0)[:end] + new
             assert output.versions in ((), ((0, end),)) and output.stats == stats_of(40)
-        assert cluster.client.dispatcher.reissues == 0
+        assert cluster.queue.dispatcher.reissues == 0
 
     @driven(verifiers=1)
-    def test_abort_ends_what_runs_with_what_is_committed(self, cluster: FakeCluster, engine: Engine) -> None:
-        handles = self.running(engine, cluster)
-        stream = cluster.client.run(entries(4))
-        cluster.client.update_weights(WeightSet(1, ("weights",)), "abort")
+    def test_abort_ends_what_runs_with_what_is_committed(self, cluster: FakeCluster, queue: RequestQueue) -> None:
+        handles = self.running(queue, cluster)
+        stream = cluster.stream(entries(4))
+        cluster.queue.update_weights(WeightSet(1, ("weights",)), "abort")
         for seed, handle in enumerate(handles):
             output = handle.result()
             assert output.finish_reason == ("abort" if seed < 8 else "length")
@@ -322,40 +335,39 @@ class TestEventLoop:
     @pytest.mark.parametrize("prompt", ["text", PROMPT])
     def test_it_never_waits_in_its_loop(self, prompt: Any) -> None:
         used = list[int]()
-        waits = prompt == PROMPT
 
-        class Slow(Engine):
+        class Slow(RequestQueue):
             def submit(self, *_arguments: Any, **_options: Any) -> Any:
                 used.append(threading.get_ident())
                 released.wait(60)
-                return Handle(self, "request")
+                return Handle(self._thread, self._read, "request")
 
-        engine = Slow(*IDLE[:3], lambda: waits)
+        queue = Slow(*IDLE)
+        queue._asleep = prompt == PROMPT
         released = threading.Event()
 
         async def begin() -> None:
-            beginning = asyncio.ensure_future(engine.begin(prompt))
+            beginning = asyncio.ensure_future(queue.begin(prompt))
             while not used:
                 await asyncio.sleep(0)
             assert not beginning.done(), "the loop runs while the request is encoded"
-            assert len(engine.beginning) == 1, "a sleep is not put in front of it"
+            assert len(queue.beginning) == 1, "a sleep is not put in front of it"
             released.set()
             await beginning
-            assert used[0] != threading.get_ident() and not engine.beginning
+            assert used[0] != threading.get_ident() and not queue.beginning
 
         asyncio.run(begin())
 
     def test_a_request_whose_caller_left_meanwhile_is_dropped(self) -> None:
         entered, released, dropped = threading.Event(), threading.Event(), threading.Event()
 
-        class Slow(Engine):
+        class Slow(RequestQueue):
             def submit(self, *_arguments: Any, **_options: Any) -> Any:
                 entered.set()
                 released.wait(60)
-                return Handle(self, "request")
-
-            def drop(self, _handle: Handle) -> None:
-                dropped.set()
+                handle = Handle(self._thread, self._read, "request")
+                handle.drop = dropped.set  # type: ignore[method-assign]
+                return handle
 
         async def leave() -> None:
             beginning = asyncio.ensure_future(Slow(*IDLE).begin("text"))
@@ -370,7 +382,7 @@ class TestEventLoop:
         assert dropped.wait(60)
 
     def test_token_ids_need_no_thread(self) -> None:
-        class Quick(Engine):
+        class Quick(RequestQueue):
             def submit(self, *_arguments: Any, **_options: Any) -> Any:
                 return threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""An engine that gives out scripted tokens, in parts whose sizes a test sets, a service on it, and its clients."""
+"""A request queue that gives out scripted tokens, in parts of sizes that a test sets; a service on it, its clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.handle import Handle, wake
+from specactor_ray.rollout.dispatch_thread import wake
+from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
@@ -37,7 +38,7 @@ def tokenizer() -> Any:
     return load_tokenizer(str(tiny_target()))
 
 
-class ScriptedEngine:
+class ScriptedQueue:
     """Attributes:
     submitted: Prompt, sampling and options of each request.
     part: Tokens that come together.
@@ -49,35 +50,33 @@ class ScriptedEngine:
         self.sampling, self.chat = SamplingParams(max_tokens=16, seed=5), True
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
-        self.open: dict[Handle, None] = {}
+        self.open: dict[str, Handle] = {}
         self.beginning = set[object]()
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
         self.error, self.finish_reason = "", "length"
+        self.dispatcher = SimpleNamespace(waiting=0)
 
     def submit(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> Handle:
         assert sampling is not None
         if len(self.open) >= self.max_waiting:
             raise OverloadedError("too many requests wait already")
         self.submitted.append((tuple(prompt), sampling, options))
-        engine: Any = self
-        handle = Handle(engine, f"request-{len(self.submitted)}", options.get("request_id"))
-        self.open[handle] = None
+        thread: Any = self
+        key = f"request-{len(self.submitted)}"
+        handle = self.open[key] = Handle(thread, lambda output: output, key, options.get("request_id"))
         task = asyncio.get_running_loop().create_task(self._run(handle, tuple(prompt), sampling))
         self.tasks.add(task)
         return handle
 
     def running(self, request_id: str | None = None) -> list[Handle]:
-        return [handle for handle in self.open if request_id in (None, handle.request_id)]
+        return [handle for handle in self.open.values() if request_id in (None, handle.request_id)]
 
-    def drop(self, handle: Handle) -> None:
-        self.open.pop(handle, None)
+    def drop(self, key: str) -> None:
+        self.open.pop(key, None)
 
-    def watch(self, handle: Handle) -> None:
+    def watch(self, key: str, push: Any) -> None:
         pass
-
-    def trajectory(self, ended: Trajectory) -> Trajectory:
-        return ended
 
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
@@ -86,13 +85,15 @@ class ScriptedEngine:
             if stop := next((one for one in sampling.stop if one in decoded), None):
                 tokens = tokens[: end + 1]
                 break
-        while handle in self.open and at < len(tokens):
+        pairs = [(token, -0.5) for token in tokens]
+        while handle.key in self.open and at < len(tokens):
             await asyncio.sleep(0)
             if not self.held:
-                wake(handle.push([(token, -0.5) for token in tokens[at : at + self.part]]))
                 at = min(at + self.part, len(tokens))
-        reason = "abort" if handle not in self.open else "stop" if stop else self.finish_reason
-        self.open.pop(handle, None)
+                there: Any = SimpleNamespace(num_tokens=at, tokens_from=lambda begin, end=at: pairs[begin:end])
+                wake(handle.push(there))
+        reason = "abort" if handle.key not in self.open else "stop" if stop else self.finish_reason
+        self.open.pop(handle.key, None)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         text = text.partition(stop)[0] if stop else text
         ids, logprobs = tuple(tokens[:at]), (-0.5,) * at
@@ -102,12 +103,11 @@ class ScriptedEngine:
         handle.end(self.failure or output)
 
 
-def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Service:
+def make_service(queue: ScriptedQueue, limits: Limits | None = None) -> Service:
     rollout: Any = SimpleNamespace(
-        engine=engine,
+        queue=queue,
         config=Config(target=TargetConfig(model=str(tiny_target()))),
         weight_version=0,
-        dispatcher=SimpleNamespace(waiting=0),
         committed_tokens=0,
         metrics=RolloutMetrics,
         metric_rows=lambda: [row("specactor_weight_version", 0, actor="driver")],
@@ -126,10 +126,10 @@ def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]], to
     return asyncio.run(body())
 
 
-def post(path: str, body: Any, engine: ScriptedEngine | None = None, **options: Any) -> httpx.Response:
+def post(path: str, body: Any, engine: ScriptedQueue | None = None, **options: Any) -> httpx.Response:
     """Answer of a new service to one request, with a JSON body or with these bytes."""
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return on(make_service(engine or ScriptedEngine()), lambda client: client.post(path, **sent, **options))
+    return on(make_service(engine or ScriptedQueue()), lambda client: client.post(path, **sent, **options))
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The engine over real Ray actors: threads, event loops and other processes, all with the tokens of a plain stream."""
+"""The queue over real Ray actors: threads, event loops and other processes, all with the tokens of a plain stream."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def same(output: Trajectory, expected: Trajectory) -> bool:
 
 
 def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, truth: list[Trajectory]) -> None:
-    engine, prompts = rollout.engine, tiny_prompts(COUNT)
+    queue, prompts = rollout.queue, tiny_prompts(COUNT)
     differing: list[str] = []
 
     async def gather(name: str) -> None:
-        outputs = await asyncio.gather(*(engine.generate(prompts[n], own(n), session=name) for n in range(COUNT)))
+        outputs = await asyncio.gather(*(queue.generate(prompts[n], own(n), session=name) for n in range(COUNT)))
         differing.extend(f"{name} {n}" for n in range(COUNT) if not same(outputs[n], truth[n]))
-        batches = engine.submit(prompts[0], own(0)).batches()
+        batches = queue.submit(prompts[0], own(0)).batches()
         streamed = [token.token_id async for tokens in batches for token in tokens]
         if tuple(streamed) != truth[0].token_ids:
             differing.append(f"{name} streamed")
 
     def blocked(number: int) -> None:
-        handle = engine.submit(prompts[number % COUNT], own(number % COUNT))
+        handle = queue.submit(prompts[number % COUNT], own(number % COUNT))
         tokens = tuple(token.token_id for token in handle.tokens())
         if not same(handle.result(120.0), truth[number % COUNT]) or tokens != truth[number % COUNT].token_ids:
             differing.append(f"thread {number}")
@@ -96,6 +96,7 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
         loop.start()
     first, second = (rollout.stream(prompts, SAMPLING, n=1) for _ in range(2))
     next(first)
+    assert rollout.queue.open_streams == 1
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(blocked, range(16)))
     done = sorted(second, key=lambda one: one.prompt_index)
@@ -110,9 +111,9 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
 
 
 def test_an_aborted_output_goes_on_as_a_prompt(rollout: Rollout) -> None:
-    engine, prompt, sampling = rollout.engine, tiny_prompts(1)[0], replace(SAMPLING, max_tokens=200, ignore_eos=True)
-    whole = engine.submit(prompt, sampling).result(120.0)
-    handle = engine.submit(prompt, sampling)
+    queue, prompt, sampling = rollout.queue, tiny_prompts(1)[0], replace(SAMPLING, max_tokens=200, ignore_eos=True)
+    whole = queue.submit(prompt, sampling).result(120.0)
+    handle = queue.submit(prompt, sampling)
     for number, _token in enumerate(handle.tokens()):
         if number == 20:
             break
@@ -120,23 +121,23 @@ def test_an_aborted_output_goes_on_as_a_prompt(rollout: Rollout) -> None:
     at = len(part.token_ids)
     assert 20 < at <= 200 and part.token_ids == whole.token_ids[:at]
     resent = replace(sampling, max_tokens=max(1, 200 - at), first_position=at)
-    sent = engine.submit([*part.prompt_token_ids, *part.token_ids], resent).result(120.0)
+    sent = queue.submit([*part.prompt_token_ids, *part.token_ids], resent).result(120.0)
     assert at == 200 or sent.token_ids == whole.token_ids[at:]
     rollout.sleep()  # refused while a verifier has requests
-    assert engine.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
+    assert queue.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
 
 
 def test_requests_go_on_behind_new_weights(rollout: Rollout) -> None:
-    engine, prompts, sampling = rollout.engine, tiny_prompts(8), replace(SAMPLING, max_tokens=200, ignore_eos=True)
-    whole = [handle.result(120.0) for handle in [engine.submit(prompt, sampling) for prompt in prompts]]
-    handles = [engine.submit(prompt, sampling) for prompt in prompts]
+    queue, prompts, sampling = rollout.queue, tiny_prompts(8), replace(SAMPLING, max_tokens=200, ignore_eos=True)
+    whole = [handle.result(120.0) for handle in [queue.submit(prompt, sampling) for prompt in prompts]]
+    handles = [queue.submit(prompt, sampling) for prompt in prompts]
     next(handles[0].tokens())
     same_weights = load_model(str(tiny_target())).named_parameters()
     version = rollout.update_weights(same_weights, "keep")
     outputs = [handle.result(120.0) for handle in handles]
     assert [one.token_ids for one in outputs] == [one.token_ids for one in whole]
     assert all(one.weight_version == version or not one.versions for one in outputs)
-    assert engine.submit(prompts[0], sampling).result(120.0).weight_version == version
+    assert queue.submit(prompts[0], sampling).result(120.0).weight_version == version
 
 
 def test_stop_texts_and_probable_tokens_are_those_of_plain_decoding(rollout: Rollout, truth: list[Trajectory]) -> None:
@@ -152,7 +153,7 @@ def test_stop_texts_and_probable_tokens_are_those_of_plain_decoding(rollout: Rol
         assert output.top_logprobs is not None and len(output.top_logprobs) == len(output.token_ids)
         for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
             assert len(top) == 3 and dict(top).get(token, logprob) == logprob <= top[0][1]
-    handle = rollout.engine.submit(tiny_prompts(1)[0], replace(sampling, seed=own(0).seed))
+    handle = rollout.queue.submit(tiny_prompts(1)[0], replace(sampling, seed=own(0).seed))
     assert tuple(token.top for token in handle.tokens()) == streamed[0].top_logprobs
 
 
@@ -175,13 +176,13 @@ def test_processes_of_the_cluster_call_a_rollout(actor: Any, truth: list[Traject
 
 
 def test_requests_of_an_actor_are_cancelled_and_aborted(actor: Any) -> None:
-    def of_engine(call: Callable[[Any], Any]) -> Any:
-        return ray.get(actor.__ray_call__.remote(lambda self: call(self._rollout.engine)), timeout=60.0)
+    def of_queue(call: Callable[[Any], Any]) -> Any:
+        return ray.get(actor.__ray_call__.remote(lambda self: call(self._rollout.queue)), timeout=60.0)
 
     def are_open(names: list[str]) -> bool:
-        return of_engine(lambda engine: sorted(one.request_id for one in engine.running())) == names
+        return of_queue(lambda queue: sorted(one.request_id for one in queue.running())) == names
 
-    of_engine(lambda engine: engine.pause(WeightPolicy.WAIT) and None)  # none of them ends by itself
+    of_queue(lambda queue: queue.pause(WeightPolicy.WAIT) and None)  # none of them ends by itself
     outputs = [actor.generate.remote([1], own(0), request_id=name) for name in ("a", "b", "b")]
     stream = actor.stream.remote([1], own(0), request_id="c")
     wait_until(lambda: are_open(["a", "b", "b", "c"]), "the requests")
@@ -192,7 +193,7 @@ def test_requests_of_an_actor_are_cancelled_and_aborted(actor: Any) -> None:
         ray.get(outputs[0], timeout=60.0)
     assert ray.get(actor.abort.remote("b"), timeout=60.0) == 2
     assert [one.finish_reason for one in ray.get(outputs[1:], timeout=60.0)] == ["abort", "abort"]
-    of_engine(lambda engine: engine.resume())
+    of_queue(lambda queue: queue.resume())
 
 
 def test_an_actor_pauses_and_sleeps(actor: Any, truth: list[Trajectory]) -> None:
