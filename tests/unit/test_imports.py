@@ -174,7 +174,6 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
 
 
 CIRCLES = (
-    ("rollout/engine.py", "rollout/handle.py"),
     ("target/vllm_cpu.py", "target/vllm_rank.py"),
     (
         *("target/base.py", "target/hf.py", "target/proof.py", "target/rows.py"),
