@@ -261,7 +261,7 @@ def test_graphs_that_compute_something_else_are_found() -> None:
     assert "nats on average" in problem or "tokens are equal" in problem
     engine.load_weights(0, weights)
     wrong = {"a token": iter([0] * 60 + [1] + [0] * 10**4)}
-    commit = engine._rows.commit
+    commit = target_vllm.commit
 
     def committed(*args: Any) -> Any:
         result = commit(*args)
@@ -269,7 +269,7 @@ def test_graphs_that_compute_something_else_are_found() -> None:
         return result
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine._rows, "commit", committed)
+        patched.setattr(target_vllm, "commit", committed)
         assert "tokens are equal" in check_graphs(engine, lambda on: None, 3, 1e-2, exact=True)
 
 

@@ -239,7 +239,6 @@ class TestCommand:
             (["profile=none.json"], "profile: there is no file none.json"),
             (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
-            (["plan=auto"], "plan: this key is gone. Fix: mode=auto searches if `profile` is set"),
             (["target.dtype=bfloat16"], "was measured with target.dtype=float32"),
         ],
     )
