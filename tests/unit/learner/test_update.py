@@ -95,7 +95,7 @@ def test_micro_batches_add_up_to_the_whole(algorithm: str) -> None:
     start = make_policy(whole).state_dict()
     moved = sum(float((value - start[name]).square().sum()) for name, value in one.items()) ** 0.5
     apart = sum(float((value - other[name]).square().sum()) for name, value in one.items()) ** 0.5
-    assert 0.0 < moved and apart < 0.001 * moved, "of single weights AdamW makes much of tiny gradients"
+    assert moved > 0.0 and apart < 0.001 * moved, "of single weights AdamW makes much of tiny gradients"
 
 
 def test_good_outputs_become_likelier_and_the_gap_to_the_rollout_is_measured() -> None:
