@@ -43,7 +43,7 @@ _SPEED_SHARE = 0.45
 _PROMPTS, _GROUPS = "conf/prompts/repetition.jsonl", 8
 """Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay. A round takes every eighth."""
 _EXAMPLE = 2
-"""Round whose first output of auto is shown."""
+"""The round whose first `auto` output is shown."""
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=96, seed=7)
 _LEAST_ROUNDS, _LEAST_STEPS = 5, 2
 _END_S = 12.0

@@ -63,7 +63,7 @@ class DispatchThread:
         self._on_end: dict[str, OnEnd] = {}
         """Request in the journal → callback at its end. For the dispatch thread, like the next two."""
         self._watched: dict[str, Push] = {}
-        """Request whose tokens are read as they come → function that passes them on."""
+        """Id of a streamed request → function that receives its tokens."""
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
         """Conditions, and futures that are done when they hold."""
 

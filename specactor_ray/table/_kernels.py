@@ -29,7 +29,7 @@ Planes = namedtuple(
 
 
 class Committed(NamedTuple):
-    """Results of a step for `n` requests whose tokens are in the table: int32 `(n,)` each."""
+    """Results of a step for `n` requests, int32 `(n,)` each. The table already has the committed tokens."""
 
     rows: np.ndarray
     counts: np.ndarray

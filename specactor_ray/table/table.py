@@ -27,10 +27,10 @@ class RequestTable:
     `open` to `close`; a row is used again with a new `generation` (0: free). A drafter has a seat. Arrays, int32 if no
     other type is stated:
 
-    - by row: `lines`, `(rows, width)`, prompt and committed output; `prompts` and `lengths`, tokens of the prompt, and
-      of both; `limits`, most of these, by max_tokens and by the context; `exported`, sequence positions whose hidden
-      states were recorded (`target.rows.export`); bool `begun`: the request has been in a step, so drafters may be
-      assigned;
+    - by row: `lines`, `(rows, width)`: prompt and committed output; `prompts`: number of prompt tokens; `lengths`:
+      number of prompt and output tokens; `limits`: largest length, by max_tokens and by the context; `exported`: number
+      of positions whose hidden states were recorded (`target.rows.export`); bool `begun`: the request has been in a
+      step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `sent`: committed tokens sent to the drafter, -1: the request is not open there;
       `streamed`: sequence positions with hidden states that were sent;
       `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,

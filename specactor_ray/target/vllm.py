@@ -312,12 +312,14 @@ class VllmEngine:
         found = np.zeros((0, 3), np.float32)
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True)
         row = self.table.open(TargetRequest("probe", tuple(token_ids.tolist()), sampling))
-        with self._requests_held():
-            self.add(row)
-            while row in self._ids:
-                found = self.step().prompt_logprobs.get(row, found)
-            self.reset_prefix_cache()
-        self.table.close(row)
+        try:
+            with self._requests_held():
+                self.add(row)
+                while row in self._ids:
+                    found = self.step().prompt_logprobs.get(row, found)
+                self.reset_prefix_cache()
+        finally:
+            self.table.close(row)
         own: np.ndarray = found[:, 0]
         return own
 

@@ -29,7 +29,7 @@ SCRIPTS = Path(sys.executable).parent
 @dataclass
 class Head:
     address: str
-    """Of the dashboard."""
+    """Address of the dashboard."""
     cluster: str
     environment: dict[str, str]
 

@@ -60,7 +60,7 @@ class Stepped:
 
 
 class Driver:
-    """An engine whose requests are named, and its table. What is not here is the engine's."""
+    """An engine and its table, with requests by name. Other attributes are those of the engine."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.table = engine, engine.table
