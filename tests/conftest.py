@@ -23,6 +23,14 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let actors s
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that fight for two cores
 
 
+@pytest.fixture(autouse=True)
+def no_other_clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's Ray clusters, which other tests start and kill at any time, from tests without a cluster."""
+    if "ray" not in request.keywords:
+        monkeypatch.setenv("RAY_TMPDIR", "/tmp/specactor-without-clusters")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir() -> Path:
     """A trained Llama of 4 layers with tokenizer, chat template and end-of-sequence; see `tests/tiny.py`."""

@@ -34,6 +34,8 @@ from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
+_JOIN_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "10"}
+"""Ray tries 20 times, 40 s each, to join a cluster that has ended or does not answer: here once, in 20 s."""
 
 
 class Connection:
@@ -88,12 +90,12 @@ def connect(config: ClusterConfig) -> Connection:
 def _join(config: ClusterConfig) -> Connection:
     address = require_listener(config.address)
     with contextlib.ExitStack() as held:
-        held.enter_context(_shown(token_for(address)))
+        held.enter_context(_shown({**_JOIN_ONCE, **token_for(address)}))
         held.callback(ray.shutdown)
         try:
             ray.init(address=address, **_quiet())
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-            fix = f"use Ray {ray.__version__} on both sides. If the cluster requires a token, {TOKEN_FIX}"
+            fix = f"check that it still runs, with Ray {ray.__version__}. If the cluster requires a token, {TOKEN_FIX}"
             raise ClusterError(f"could not join the Ray cluster at {address}: {error} Fix: {fix}") from None
         return Connection(ray.get_runtime_context().gcs_address, owned=False, held=held.pop_all())
 

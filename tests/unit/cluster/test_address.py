@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from specactor_ray.cluster import address as addresses
+from specactor_ray.cluster import connection
 from specactor_ray.cluster.connection import _shown, connect
 from specactor_ray.config.load import load_config
 from specactor_ray.config.schema import ClusterConfig
@@ -148,6 +149,13 @@ def test_a_server_that_does_not_answer_is_no_cluster(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(addresses, "_LISTENER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ClusterError, match=r"timed out\. Fix: start"):
         connect(ClusterConfig(address=f"127.0.0.1:{server.getsockname()[1]}"))
+
+
+@pytest.mark.slow
+def test_a_cluster_that_ends_while_it_is_joined_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connection._JOIN_ONCE, "RAY_py_gcs_connect_timeout_s", "1")
+    with answering(b"\0\0\0\4" + b"\0" * 5) as address, pytest.raises(ClusterError, match="check that it still runs"):
+        connect(ClusterConfig(address=address))
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
