@@ -18,15 +18,17 @@ import numpy as np
 import torch
 
 from specactor_ray.bench.micro import JsonFile, run_script, show_points
-from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
 from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
@@ -164,9 +166,8 @@ def hosted_ms(rows: int) -> float:
     """Milliseconds of one verify step with a hosted `suffix`, its look-ups included."""
     engine, config = InstantEngine(rows), SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all)
     drafting = Drafting("verifier-0#1", True, config, engine.table, max_batch=rows)
-    drafter = DraftLoop("suffix-0#1", SuffixProposer(max_batch=rows))
-    spec = DrafterSpec("suffix", window=WINDOW, max_batch=rows)
-    hosted = HostedDrafter(spec, Link(direct_sender(drafter.deliver)), drafter)
+    spec = DrafterSpec("suffix", window=WINDOW, max_batch=rows, traits=traits("suffix"))
+    hosted = HostedDrafter(spec, DraftRunner("suffix-0#1", SuffixProposer(max_batch=rows)))
     loop = VerifyLoop(engine, drafting, [hosted])  # type: ignore[arg-type]  # as above
     return steps_ms(engine, loop, {f"request-{number}": number for number in range(rows)})
 
@@ -249,18 +250,20 @@ def model_proposer_us(rows: int, branches: int = 0) -> float:
     model = InstantModel(rows * (1 + branches))
     proposer = DraftModelProposer(model, rows, branches=branches)  # type: ignore[arg-type]  # what the proposer calls
     proposer.budget = rows * (1 + branches)
-    for slot in range(rows):
+    table = RequestTable(WINDOW, branches)
+    view = TableView(table, 0, WINDOW)
+    for row in range(rows):
         sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
-        proposer.open(slot, f"request-{slot}", (1, 2, 3), (), sampling, WINDOW)
-    slots, lengths = np.arange(rows, dtype=np.int32), np.full(rows, WINDOW // 2, np.int32)
+        table.open(TargetRequest(f"request-{row}", (1, 2, 3), sampling))
+    mine, lengths = np.arange(rows, dtype=np.int32), np.full(rows, WINDOW // 2, np.int32)
     tokens = np.tile(np.array([1] * (WINDOW // 2 - 1) + [2], np.int32), rows)
     spent = []
     for step in range(WARM_UP + STEPS):
         drafted, model.spent_s, begin = 0, 0.0, time.thread_time()
-        while len(changed := proposer.extend()):
+        while len(changed := proposer.propose(view, mine)):
             drafted += max(proposer.rows_drafted, len(changed))
-            proposer.tails(changed)
-        proposer.commit(slots, lengths * step, lengths, tokens)
+            table.tails(0, changed)
+        table.follow(mine, lengths * step, lengths, tokens)
         spent.append((time.thread_time() - begin - model.spent_s) / drafted)
     return 1e6 * median(spent[WARM_UP:])
 

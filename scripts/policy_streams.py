@@ -20,6 +20,7 @@ from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
 from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
@@ -129,8 +130,6 @@ class Model:
     """A drafter with chains of tokens that are right where `chances`, `(rows, PERIOD)`, are below the rate of the step:
     the part of a proposer and its draft loop that the verify loop uses."""
 
-    proposer = None
-
     def __init__(self, method: str, rates: np.ndarray, chances: np.ndarray, engine: Engine, clock: VirtualTime) -> None:
         rows = len(chances)
         self.drafter_id, self._rates, self._chances = f"{method}-0#1", rates, chances
@@ -139,24 +138,47 @@ class Model:
         self._open, self._changed = np.zeros((2, rows), np.bool_)
         self._right = np.zeros((rows, WINDOW), np.bool_)
         self._unread, self._credit = 0, 0.0
+        self.unread, self.drafted, self.token_s, self.counters = 0, 1, D, {"opens": 0}
         self._heard: list[CommitBatch] = []
         self.link: Link[CommitBatch] = Link(direct_sender(self._heard.append))
         self._verifier: Link[TailBatch] = self.link  # type: ignore[assignment]  # until `set_verifiers`
 
     # ---- what the verify loop calls of a hosted drafter ----
 
-    def set_verifiers(self, links: Mapping[str, Link[TailBatch]]) -> None:
-        [self._verifier] = links.values()
+    @property
+    def runner(self) -> Any:
+        """As a `DraftRunner`."""
+        return self
 
-    def take_turn(self, most: int) -> int:
-        self._hear()
+    @property
+    def proposer(self) -> Any:
+        return self
+
+    def run(self, view: TableView, rows: np.ndarray, most: int = 1) -> np.ndarray:
+        table = view.table
+        self._open[:] = False
+        self._open[rows] = True
+        is_new = self._generation[rows] != table.generation[rows]
+        new, old = rows[is_new], rows[~is_new]
+        self._generation[new], self._known[new], self._have[new] = table.generation[new], table.committed[new], 0
+        self._unread += int((PROMPT + self._known[new]).sum())
+        moved = old[table.committed[old] > self._known[old]]
+        self._take(moved, table.committed[moved] - self._known[moved])
         self._clock.seconds += self._unread * READ
         self._unread, drafts = 0, 0
         for _ in range(most):
             drafts += self._draft()
         self._clock.seconds += drafts * D
-        self.publish()
-        return most if drafts else 0
+        self.drafted = most
+        table.tail[view.seat, rows, 0, :WINDOW] = np.where(self._right[rows], 1, 2)
+        table.length[view.seat, rows, 0] = self._have[rows]
+        table.publish(view.seat, rows)
+        return rows if drafts else rows[:0]
+
+    # ---- messages ----
+
+    def set_verifiers(self, links: Mapping[str, Link[TailBatch]]) -> None:
+        [self._verifier] = links.values()
 
     # ---- beside the verifier ----
 
@@ -308,9 +330,7 @@ def run(stream: Stream, rows: int, slope: float, coupled: bool, seed: int = 0, o
     specs = [DrafterSpec(method, window=WINDOW, max_batch=rows, traits=traits(method)) for method in methods]
     pairs: Any = list(zip(specs, models, strict=True))
     target: Any = engine
-    loop = VerifyLoop(
-        target, drafting, [HostedDrafter(spec, one.link, one) for spec, one in pairs] if coupled else (), clock
-    )
+    loop = VerifyLoop(target, drafting, [HostedDrafter(spec, one) for spec, one in pairs] if coupled else (), clock)
     if not coupled:
         for model in models:
             model.set_verifiers({"": Link(direct_sender(loop.deliver), clock=clock)})

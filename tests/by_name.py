@@ -9,54 +9,93 @@ import numpy as np
 
 from specactor_ray.core.ragged import common_prefix
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
+from specactor_ray.transport.messages import FinishedOutput, States
 
-_NEVER_OPEN = 10**6
+WINDOW = 16
+"""Most tokens of a tail, of a table without a smaller one."""
 
 
 class ByName:
-    """A proposer and the slots of its requests; everything else is the proposer's own."""
+    """A proposer over a table; everything else is the proposer's own."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: Proposer, window: int = WINDOW) -> None:
         self.proposer = proposer
-        self.slots: dict[str, int] = {}
+        branches = getattr(getattr(proposer, "branches", None), "most", 0)
+        self.table = RequestTable(window, branches)
+        self.view = TableView(self.table, 0, window)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.proposer, name)
 
+    @property
+    def slots(self) -> dict[str, int]:
+        return self.table.row_of
+
     def open(
         self, name: str, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
     ) -> None:
-        free = (slot for slot in range(len(self.slots) + 1) if slot not in self.slots.values())
-        self.slots.setdefault(name, next(free))
-        self.proposer.open(self.slots[name], name, prompt, committed, sampling, window)
+        if name in self.slots:
+            self.view.forget(self.slots[name])
+            self.table.close(self.slots[name])
+        if window > self.table.window:
+            self.table.fit_tails(window, self.table.length.shape[2] - 1)
+        self.view.window = window
+        self.table.open(TargetRequest(name, tuple(prompt), sampling, tuple(committed)))
+        self.follow()
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.array(sorted(self.slots.values()), np.int32)
+
+    def follow(self) -> None:
+        """Let the proposer take what has happened, as at the beginning of a call."""
+        if isinstance(self.proposer, SlotProposer):
+            self.proposer.view = self.view
+            self.proposer._follow(self.rows)
 
     def commit(self, name: str, start: int, tokens: Sequence[int]) -> bool:
-        (taken,) = self.proposer.commit(*packed([(self.slots.get(name, _NEVER_OPEN), start, tokens)]))
-        return bool(taken)
+        arrays = np.array([[self.slots.get(name, 0)], [start], [len(tokens)]], np.int32)
+        (taken,) = self.table.follow(*arrays, np.array(tokens, np.int32)) if name in self.slots else (False,)
+        self.follow()
+        return bool(taken) and self.slots[name] not in self.view.lost
+
+    def propose(self) -> np.ndarray:
+        return self.proposer.propose(self.view, self.rows)
 
     def extend(self) -> list[str]:
-        names = {slot: name for name, slot in self.slots.items()}
-        return [names[slot] for slot in self.proposer.extend().tolist()]
+        return [self.table.requests[row].request_id for row in self.propose().tolist()]
 
     def tail(self, name: str) -> tuple[int, tuple[int, ...]]:
-        base, tokens = next(self.proposer.tails(np.array([self.slots[name]], np.int32)).rows())
-        return base, tuple(tokens)
+        row = self.slots[name]
+        return int(self.table.committed[row]), tuple(self.view.tail(row).tolist())
 
     def add_features(self, name: str, begin: int, states: np.ndarray) -> None:
-        feed(self.proposer, self.slots[name], begin, states)
+        feed(self.view, self.slots[name], begin, states)
 
     def close(self, name: str, finished: bool = True) -> None:
-        self.proposer.close(self.slots.pop(name, _NEVER_OPEN), finished)
+        row = self.slots.get(name)
+        if row is None:
+            return
+        if finished and self.proposer.traits.keeps_history:
+            prompt, output = self.view.prompt(row), self.view.output(row)
+            self.proposer.learn([FinishedOutput(name, tuple(prompt.tolist()), output.copy())])
+        self.view.forget(row)
+        self.table.close(row)
+        self.follow()
 
 
-def feed(proposer: Proposer, slot: int, begin: int, states: np.ndarray) -> None:
-    """Give a request the states of its positions from `begin` on."""
+def feed(view: TableView, row: int, begin: int, states: np.ndarray) -> None:
+    """Give a request the states of its positions from `begin` on, at the next call."""
     import torch
 
     if len(states):
-        slots, starts, lengths = np.array([[slot], [begin], [len(states)]], np.int32)
-        proposer.add_features(slots, starts, lengths, torch.from_numpy(states))
+        rows, starts, lengths = np.array([[row], [begin], [len(states)]], np.int32)
+        view.states.append(States(rows, starts, lengths, torch.from_numpy(states)))
 
 
 def extend_fully(drafter: Any) -> None:
@@ -69,7 +108,7 @@ def extend_fully(drafter: Any) -> None:
 
 def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
     """The branches that are published with a tail: where they leave it, and their tokens."""
-    (base, main), *others = drafter.tails(np.array([drafter.slots[name]], np.int32)).rows()
-    assert all(begin == base for begin, _ in others)
-    places = [common_prefix(main, other) for _, other in others]
-    return [(at, tuple(other[at:])) for at, (_, other) in zip(places, others, strict=True)]
+    _, lengths, tokens = drafter.table.tails(0, np.array([drafter.slots[name]], np.int32))
+    main, *others = (part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1]))
+    places = [common_prefix(main, other) for other in others]
+    return [(at, tuple(other[at:])) for at, other in zip(places, others, strict=True)]

@@ -12,8 +12,9 @@ from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftEndpoint
 from specactor_ray.core.clock import Thread
 from specactor_ray.core.metrics import drafter_rows, verifier_rows
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.table.requests import TargetRequest
-from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
@@ -107,8 +108,7 @@ class VerifierActor(LoopActor[VerifyLoop]):
         drafter, target, clock = self._spec.drafters[method], self._spec.config.target, self._host.clock
         drafter_id = self._spec.actor_id.replace(VERIFIER, method, 1)  # ngram-0#3f2a in verifier-0#3f2a
         proposer = self._host.build_proposer(drafter, target, "cuda" if target.gpus else "cpu")
-        loop = DraftLoop(drafter_id, proposer, clock)
-        return HostedDrafter(drafter, Link(direct_sender(loop.deliver), clock=clock), loop)
+        return HostedDrafter(drafter, DraftRunner(drafter_id, proposer, clock))
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""

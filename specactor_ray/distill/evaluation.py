@@ -21,7 +21,11 @@ from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.ragged import common_prefix
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
-from specactor_ray.draft.proposer import Proposer, build_proposer, packed
+from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
+from specactor_ray.transport.messages import FinishedOutput, States
 
 _REPLAY_BATCH = 16
 
@@ -91,47 +95,55 @@ class AcceptanceCounts:
 
 
 class _Replay:
-    """One record in replay through a proposer."""
+    """One record in replay through a proposer, in a row of a table."""
 
-    def __init__(self, slot: int, record: CorpusRecord, states: Any) -> None:
-        self.slot, self.record = slot, record
+    def __init__(self, table: RequestTable, record: CorpusRecord, states: Any) -> None:
+        self._table, self.record = table, record
         self._states, self._handed_out = states, 0
         # A prompt of several tokens is prefilled, and its last position yields the first token, without a draft.
-        self.committed = 1 if len(record.prompt_token_ids) > 1 else 0
+        first = record.output_token_ids[: 1 if len(record.prompt_token_ids) > 1 else 0]
+        name = f"replay-{record.index}"
+        self.row = table.open(TargetRequest(name, record.prompt_token_ids, record.sampling, tuple(first)))
+
+    @property
+    def committed(self) -> int:
+        return int(self._table.committed[self.row])
 
     @property
     def done(self) -> bool:
         return self.committed >= len(self.record.output_token_ids)
 
-    def open(self, proposer: Proposer, window: int) -> None:
-        record = self.record
-        first = record.output_token_ids[: self.committed]
-        proposer.open(self.slot, f"replay-{record.index}", record.prompt_token_ids, first, record.sampling, window)
-        self.add_features(proposer)
-
-    def verify(self, base: int, tail: Sequence[int], counts: AcceptanceCounts) -> tuple[int, int, Sequence[int]]:
-        """Compare the tail; returns the commit: slot, start and tokens."""
+    def verify(self, tail: Sequence[int], counts: AcceptanceCounts) -> None:
+        """Compare the tail, and commit as a target does."""
         output, begin = self.record.output_token_ids, self.committed
         room = min(max(self.record.sampling.max_tokens - begin - 1, 0), counts.window)
-        usable = tail[:room] if base == begin else ()
-        self.committed += counts.add_step(usable, output[begin:], room)
-        return self.slot, begin, output[begin : self.committed]
+        count = counts.add_step(tail[:room], output[begin:], room)
+        row, start, length = np.array([[self.row], [begin], [count]], np.int32)
+        self._table.follow(row, start, length, np.array(output[begin : begin + count], np.int32))
 
-    def add_features(self, proposer: Proposer) -> None:
-        """Add features of the positions up to the one that predicted the newest token, as a verifier streams them."""
+    def states(self) -> States | None:
+        """States of the positions up to the one that predicted the newest token, as a verifier streams them."""
         begin, end = self._handed_out, len(self.record.prompt_token_ids) + self.committed - 1
         if self._states is None or end == begin:
-            return
+            return None
         from specactor_ray.models.weight_buckets import from_wire
 
-        slot, start, length = np.array([[self.slot], [begin], [end - begin]], np.int32)
-        proposer.add_features(slot, start, length, from_wire(self._states[begin:end]))
+        row, start, length = np.array([[self.row], [begin], [end - begin]], np.int32)
         self._handed_out = end
+        return States(row, start, length, from_wire(self._states[begin:end]))
+
+    def end(self, proposer: Proposer) -> None:
+        """Close the row."""
+        if proposer.traits.keeps_history:
+            output = self._table.output(self.row).copy()
+            name = self._table.requests[self.row].request_id
+            proposer.learn([FinishedOutput(name, tuple(self.record.prompt_token_ids), output)])
+        self._table.close(self.row)
 
 
-def draft_all(proposer: Proposer, slots: np.ndarray, window: int) -> None:
-    """Extend drafts until all windows are full or none can be extended."""
-    while (proposer.tails(slots).lengths < window).any() and len(proposer.extend()):
+def draft_all(proposer: Proposer, view: TableView, rows: np.ndarray) -> None:
+    """Draft until all tails are full or none can be lengthened."""
+    while len(proposer.propose(view, rows)) and (view.table.length[view.seat, rows, 0] < view.window).any():
         pass
 
 
@@ -148,25 +160,21 @@ def replay(
     of output tokens committed so far."""
     reads = proposer.traits.reads_features
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
-    free = list(range(batch))
+    table = RequestTable(window)
+    view = TableView(table, 0, window)
     while waiting or running:
-        while waiting and free:
+        while waiting and len(running) < batch:
             record = waiting.popleft()
             states = record.states()[:, :width] if reads and record.source is not None else None
-            running.append(_Replay(free.pop(), record, states))
-            running[-1].open(proposer, window)
+            running.append(_Replay(table, record, states))
         under_way = [entry for entry in running if not entry.done]
-        slots = np.array([entry.slot for entry in under_way], np.int32)
-        draft_all(proposer, slots, window)
-        tails = proposer.tails(slots).rows()
-        commits = [entry.verify(*tail, counts) for entry, tail in zip(under_way, tails, strict=True)]
-        proposer.commit(*packed(commits))
+        view.states += [new for entry in under_way if (new := entry.states()) is not None]
+        draft_all(proposer, view, np.array([entry.row for entry in under_way], np.int32))
         for entry in under_way:
-            entry.add_features(proposer)
+            entry.verify(view.tail(entry.row).tolist(), counts)
         for entry in running:
             if entry.done:
-                proposer.close(entry.slot, finished=True)
-                free.append(entry.slot)
+                entry.end(proposer)
         running = [entry for entry in running if not entry.done]
         if on_progress is not None:
             on_progress(counts.committed)

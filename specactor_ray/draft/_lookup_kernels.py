@@ -16,13 +16,16 @@ token.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft import _kernels
-from specactor_ray.draft._kernels import Lines
+from specactor_ray.table import _kernels
+from specactor_ray.table._kernels import Texts
+from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = ALL = -1
@@ -40,7 +43,7 @@ _jit: Any = kernel(sources=(_kernels,))
 
 
 class Log(NamedTuple):
-    """Arrays of a log, passed as those of `Lines`: `rows`, int32 `(capacity, LINKS + scopes * levels)`; `heads`, int32
+    """Arrays of a log, passed as those of `Texts`: `rows`, int32 `(capacity, LINKS + scopes * levels)`; `heads`, int32
     `(scopes * levels * buckets,)`, slot + 1 of the newest row, 0 without one, of 2**n buckets; `levels`, int32, context
     lengths, ascending; `scopes`, 1 (group) or 2 (group and all)."""
 
@@ -50,10 +53,10 @@ class Log(NamedTuple):
     scopes: int
 
 
-class Texts(NamedTuple):
-    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run.
+class Indexes(NamedTuple):
+    """Arrays of `LookupProposer` by row: logs of each request's own text, and its place in the log of the run.
 
-    `own_rows`, int32 `(slots, width, LINKS + levels)`, `own_heads`, int32 `(slots, levels * width)`: logs of the own
+    `own_rows`, int32 `(rows, width, LINKS + levels)`, `own_heads`, int32 `(rows, levels * width)`: logs of the own
     text, with `indexed` tokens (0 begins a new log). In the log of the run: `groups` (-1: it does not use that log),
     numbers of the last rows, output tokens `written`.
     """
@@ -119,19 +122,19 @@ def write(log: Any, count: Any, line: Any, begin: Any, end: Any, group: Any, las
 
 
 @_jit
-def advance(mirror: Any, texts: Any, log: Any, count: Any, slots: Any) -> Any:
-    """Write the new tokens of `slots` into their own logs and that of the run. Returns the latter's new `count`."""
-    lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
-    for slot in slots:
-        line, end, begin = lines.lines[slot], lines.known[slot], texts.indexed[slot]
+def advance(texts: Any, indexes: Any, log: Any, count: Any, rows: Any) -> Any:
+    """Write the new tokens of `rows` into their own logs and that of the run. Returns the latter's new `count`."""
+    texts, indexes, log = Texts(*texts), Indexes(*indexes), Log(*log)
+    for row in rows:
+        line, end, begin = texts.lines[row], texts.lengths[row], indexes.indexed[row]
         if begin == 0:
-            texts.own_heads[slot] = 0
-        own = (texts.own_rows[slot], texts.own_heads[slot], log.levels, 1)
-        texts.indexed[slot], _ = write(own, begin, line, begin, end, 0, begin - 1)
-        begin = lines.prompts[slot] + texts.written[slot]
-        if texts.groups[slot] >= 0 and begin < end:
-            count, texts.lasts[slot] = write(log, count, line, begin, end, texts.groups[slot], texts.lasts[slot])
-            texts.written[slot] += end - begin
+            indexes.own_heads[row] = 0
+        own = (indexes.own_rows[row], indexes.own_heads[row], log.levels, 1)
+        indexes.indexed[row], _ = write(own, begin, line, begin, end, 0, begin - 1)
+        begin = texts.prompts[row] + indexes.written[row]
+        if indexes.groups[row] >= 0 and begin < end:
+            count, indexes.lasts[row] = write(log, count, line, begin, end, indexes.groups[row], indexes.lasts[row])
+            indexes.written[row] += end - begin
     return count
 
 
@@ -226,32 +229,50 @@ def _follow(rows: Any, votes: Any, limit: Any, floor: Any, scratch: Any, tokens:
 
 
 @_jit
-def fill(
-    mirror: Any, limits: Any, texts: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, slots: Any
-) -> None:
-    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor`, `floor`: `max_match`,
-    `length_factor`, `min_probability` of `LookupProposer`."""
-    lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
-    scratch, tokens = np.empty((3, MAX_VOTES), np.int32), np.empty(lines.lines.shape[1], np.int32)
-    for slot in slots:
-        line, group = lines.lines[slot], texts.groups[slot]
-        begin, end, limit = lines.known[slot], np.int64(lines.ends[slot]), np.int64(limits[slot])
-        if end >= limit:
+def fill(texts: Any, indexes: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, rows: Any) -> None:
+    """Lengthen the tails of `rows` by the rule of `lookup.py`. `high`, `factor`, `floor`: `max_match`, `length_factor`,
+    `min_probability` of `LookupProposer`."""
+    texts, indexes, log = Texts(*texts), Indexes(*indexes), Log(*log)
+    most = texts.tail.shape[2]
+    scratch, tokens = np.empty((3, MAX_VOTES), np.int32), np.empty(most, np.int32)
+    line = np.empty(high + most, np.int32)
+    for row in rows:
+        known, group, tail = texts.lengths[row], indexes.groups[row], texts.tail[row, 0]
+        guessed = np.int64(texts.tails[row, 0])
+        limit = np.int64(min(texts.window, texts.limits[row] - known))
+        if guessed >= limit:
             continue
-        own = Log(texts.own_rows[slot], texts.own_heads[slot], log.levels, 1)
-        guessed, longest, length, best = end - begin, 0, 0, 0.0
+        begin = min(high, known)  # a look-up reads no further back
+        line[:begin] = texts.lines[row, known - begin : known]
+        line[begin : begin + guessed] = tail[:guessed]
+        end = begin + guessed
+        own = Log(indexes.own_rows[row], indexes.own_heads[row], log.levels, 1)
+        longest, length, best = 0, 0, 0.0
         for source in range(1 + log.scopes if group >= 0 else 1):
             if source == 0:
-                matched, votes = _find(own, 0, begin - 1, line, end, high, scratch[0])
+                matched, votes = _find(own, 0, known - 1, line, end, high, scratch[0])
             else:
                 newest, scope = (count - 1) % len(log.rows), group if source == 1 else ALL
                 matched, votes = _find(log, scope, newest, line, end, high, scratch[0])
-            room = limit - end
+            room = limit - guessed
             if factor > 0.0:
                 room = min(room, np.int64(factor * max(matched - guessed, 0)) - guessed)
-            rows = own.rows if source == 0 else log.rows
-            size, score = _follow(rows, votes, room, floor, scratch, tokens)
+            log_rows = own.rows if source == 0 else log.rows
+            size, score = _follow(log_rows, votes, room, floor, scratch, tokens)
             if score > best and (length == 0 or matched >= longest):
                 longest, length, best = matched, size, score
-                line[end : end + size] = tokens[:size]
-        lines.ends[slot] = end + length
+                tail[guessed : guessed + size] = tokens[:size]
+        texts.tails[row, 0] = guessed + length
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile or load the kernels (some seconds on the first run of a machine)."""
+    table, nothing = RequestTable(1), np.zeros(0, np.int32)
+    log = np.zeros((1, LINKS + 1), np.int32), np.zeros(1, np.int32), np.ones(1, np.int32), 1
+    places = np.zeros((4, 1), np.int64)
+    indexes = np.zeros((1, 1, LINKS + 1), np.int32), np.zeros((1, 1), np.int32), *places
+    texts = TableView(table, 0, 1).texts
+    write(log, 0, nothing, 0, 0, 0, -1)
+    advance(texts, indexes, log, 0, nothing)
+    fill(texts, indexes, log, 0, 1, 0.0, 0.0, nothing)

@@ -57,7 +57,7 @@ class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
-    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of
+    that is opened again is written again. The arguments are keys of
     `drafters` (`config/schema.py`); `history_tokens`: None: the default of the method; 0: only a request's own text.
     """
 
@@ -68,7 +68,7 @@ class LookupProposer(SlotProposer):
     """Default of `history_tokens`."""
     length_factor, min_probability = 0.0, 0.0
     """Most draft tokens per matched token (0: no limit); least estimated chance that a whole draft is right."""
-    _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written")
+    _by_row = (*SlotProposer._by_row, "_indexed", "_groups", "_lasts", "_written")
 
     def __init__(
         self, min_match: int = 2, max_match: int = 8, history_tokens: int | None = None, max_batch: int = 64
@@ -80,27 +80,39 @@ class LookupProposer(SlotProposer):
         self._log = TokenLog(*self._log_shape)
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These six arrays: see `_lookup_kernels.Texts`."""
-        nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
-        self._log.write(nothing, 0, -1)
-        self._write(nothing)
-        self._fill(nothing)
+        """These six arrays: see `_lookup_kernels.Indexes`."""
+        kernels.warm_up()
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
         return cls(config.min_match, config.max_match, config.history_tokens, config.max_batch)
 
     def extend(self) -> np.ndarray:
-        slots = np.flatnonzero(self._unanswered).astype(np.int32)
-        self._unanswered[slots] = False
-        self._fill(slots)
-        return slots
+        rows = np.flatnonzero(self._unanswered).astype(np.int32)
+        self._unanswered[rows] = False
+        placed = rows[self._placed[rows]]
+        log, limits = self._log, (self._max_match, self.length_factor, self.min_probability)
+        kernels.fill(self.view.texts, _INDEXES(self), log.arrays, log.count, *limits, placed)
+        return rows
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
-        for _, prompt, tokens in outputs if self._has_history else ():
-            text = np.concatenate([np.array(prompt, np.int32), tokens])
-            group, last = self._begin_output(text[: len(prompt)])
-            self._log.write(text, group, last, len(prompt))
+        for request_id, prompt, tokens in outputs if self._has_history else ():
+            text, row = np.concatenate([np.array(prompt, np.int32), tokens]), self._row_of(request_id)
+            if row < 0:
+                self._log.write(text, *self._begin_output(text[: len(prompt)]), len(prompt))
+            elif self._groups[row] >= 0:  # its beginning is in the log
+                begin = len(prompt) + int(self._written[row])
+                self._log.write(text, int(self._groups[row]), int(self._lasts[row]), begin)
+                self._groups[row] = -1
+
+    def _row_of(self, request_id: str) -> int:
+        """Row of a request with a place; -1 without one."""
+        if not len(self._placed):  # before the first call
+            return -1
+        table = self.view.table
+        row = table.row_of.get(request_id, -1)
+        is_here = 0 <= row < len(self._placed) and self._generations[row] == table.generation[row]
+        return row if is_here and self._placed[row] else -1
 
     def forget_history(self) -> None:
         """Clear the history; open requests add nothing to the new one."""
@@ -112,39 +124,34 @@ class LookupProposer(SlotProposer):
         """Tokens of outputs, with the ends of their prompts, in the history."""
         return min(self._log.count, len(self._log.rows))
 
-    def _enter(self, slot: int, late: bool) -> bool:
-        prompt = self.mirrors.prompt(slot)
-        self._indexed[slot] = self._written[slot] = 0
-        self._groups[slot], self._lasts[slot] = self._begin_output(prompt) if self._has_history else (-1, -1)
-        self._write(np.array([slot], np.int32))
+    def _enter(self, row: int) -> bool:
+        self._indexed[row] = self._written[row] = 0
+        prompt = self.view.prompt(row)
+        self._groups[row], self._lasts[row] = self._begin_output(prompt) if self._has_history else (-1, -1)
+        self._write(np.array([row], np.int32))
         return True
+
+    def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
+        self._write(rows[self._placed[rows]])
 
     def _begin_output(self, prompt: np.ndarray) -> tuple[int, int]:
         """Write the end of the prompt of a new output to the history. Returns its group and the number of the row."""
         group = crc32(prompt.tobytes()) >> 1
         return group, self._log.write(prompt[-self._max_match :], kernels.CONTEXT_ONLY, -1)
 
-    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        self._write(slots[self._placed[slots]])
-
-    def _write(self, slots: np.ndarray) -> None:
+    def _write(self, rows: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""
-        log, (have, width) = self._log, self.mirrors.lines.shape
+        log, (have, width) = self._log, self.view.table.lines.shape
         if self._own_rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])
             self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
             self._own_heads = np.zeros((have, columns * width), np.int32)
             self._indexed[:] = 0
-            slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
-        log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)
-
-    def _fill(self, slots: np.ndarray) -> None:
-        mirrors, log, placed = self.mirrors, self._log, slots[self._placed[slots]]
-        limits = self._max_match, self.length_factor, self.min_probability
-        kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *limits, placed)
+            rows = np.append(np.flatnonzero(self._placed).astype(np.int32), rows)
+        log.count = kernels.advance(self.view.texts, _INDEXES(self), log.arrays, log.count, rows)
 
 
-_TEXTS = operator.attrgetter(*(f"_{name}" for name in kernels.Texts._fields))
+_INDEXES = operator.attrgetter(*(f"_{name}" for name in kernels.Indexes._fields))
 
 
 class NgramProposer(LookupProposer):

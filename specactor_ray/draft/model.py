@@ -42,7 +42,7 @@ class ModelProposer(SlotProposer):
     It owns the `runner`. `capturer`: of bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_origins")
+    _by_row = (*SlotProposer._by_row, "_origins")
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class ModelProposer(SlotProposer):
         self.vocab_size: int | None = runner.vocab_size
         self.max_len = min(runner.max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
-        """Sampling rules by slot; positions are those of the lines."""
+        """Sampling rules by row; positions are those of the lines."""
         self._origins = np.zeros(0, np.int64)
-        """int64 `(slots,)`: index in the line of the token that the first entry of the request's row has read."""
+        """int64 `(rows,)`: index in the line of the token that the first entry of the request in the cache has read."""
         self._most = MOST if branches else 1
         """Number of candidates per draw."""
         warm_up(cache.device, runner.dtype, self._most)
-        compile_kernels(branches=True)
+        compile_kernels()
         self._bursts: Bursts | None = None
         if (capturer := capturer or capturer_for(cache.device)) is not None:
             rows = max_batch * (1 + branches)
@@ -71,8 +71,8 @@ class ModelProposer(SlotProposer):
 
     @property
     def _tips(self) -> np.ndarray:
-        """int32 `(slots,)`: index in the line at which main chains are extended, see `BranchTable.append`."""
-        return self.mirrors.ends
+        """int32 `(rows,)`: index in the line at which main chains are extended, see `BranchTable.append`."""
+        return self.view.ends
 
     @abc.abstractmethod
     def _ready(self) -> Chains:
@@ -80,40 +80,40 @@ class ModelProposer(SlotProposer):
 
     @abc.abstractmethod
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+        self, chains: Chains, held: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens for
-        chains that are complete then, bool `(n,)`."""
+        """Read `counts` tokens of each chain into `held`, its row of the cache. Returns the logits of the next tokens
+        for chains that are complete then, bool `(n,)`."""
 
     @abc.abstractmethod
-    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+    def _begin(self, chains: Chains, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         """Sequence positions of the `counts` tokens that each chain reads next, int64, and their features."""
 
     def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
         """Keep the outputs `(steps, n, feature_size)` of as many steps of each chain as its share, int64 `(n,)`."""
 
     def extend(self) -> np.ndarray:
-        changed, self.drafted, rows, alike = np.zeros(len(self._placed), np.bool_), 0, 0, True
+        changed, self.drafted, count, alike = np.zeros(len(self._placed), np.bool_), 0, 0, True
         while not changed.any() or (alike and self.drafted < self.burst):
             chains = self._ready()
             silent = self._unanswered.copy()
-            silent[chains.slots] = False  # other slots have no more guesses
+            silent[chains.rows] = False  # other rows have no more guesses
             changed |= silent
-            if not len(chains.slots):
+            if not len(chains.rows):
                 break
-            count, steps = self._forward(chains, max(self.burst - self.drafted, 1))
-            for slots in steps:
-                changed[slots] = True
-                rows += count
-                self.drafted += len(slots) > 0
-                alike &= count > 0 and len(slots) > 0
-        self.rows_drafted = round(rows / self.drafted) if alike and self.drafted else 0
+            size, steps = self._forward(chains, max(self.burst - self.drafted, 1))
+            for rows in steps:
+                changed[rows] = True
+                count += size
+                self.drafted += len(rows) > 0
+                alike &= size > 0 and len(rows) > 0
+        self.rows_drafted = round(count / self.drafted) if alike and self.drafted else 0
         self._unanswered[changed] = False
         return np.flatnonzero(changed).astype(np.int32)
 
     def sleep(self) -> None:
-        for slot in np.flatnonzero(self._placed).tolist():
-            self._give_up(slot)  # no close has arrived yet
+        for row in np.flatnonzero(self._placed).tolist():
+            self._give_up(row)  # its end is not known yet
         self._waiting[:] = False
         if self._bursts is not None:
             self._bursts.release()
@@ -126,30 +126,32 @@ class ModelProposer(SlotProposer):
 
     def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
         """See `BranchTable.plan`."""
-        return self.branches.plan(self._tips, reading, ahead, backlogs, self.budget, self.max_len, self.forward_s)
+        limits = self.budget, self.max_len, self.forward_s
+        return self.branches.plan(self.view, self._tips, reading, ahead, backlogs, *limits)
 
     def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
         """Draft a token for each of the chains that fit, or up to `most` of them in a burst. Returns the number of rows
-        if each of them reads one token, else 0; and for each forward the slots with changed or ended tails."""
-        chains, rows = self._reserve(chains, self._rows_of(chains))
-        if not len(rows):
-            return 0, [chains.slots]
-        tokens, ends, complete = self.branches.read(self._tips, self._origins, self._cache.lengths, chains, rows)
+        if each of them reads one token, else 0; and for each forward the rows with changed or ended tails."""
+        chains, held = self._reserve(chains, self._cache_rows(chains))
+        if not len(held):
+            return 0, [chains.rows]
+        cached = self._origins, self._cache.lengths
+        tokens, ends, complete = self.branches.read(self.view, self._tips, *cached, chains, held)
         counts, bursts = chains.counts.astype(np.int64), self._bursts
         if bursts is not None and complete.all() and (first := bursts.find(counts)) is not None:
-            room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
+            room = np.minimum(self.view.limits, self.max_len)[chains.rows] - ends
             shares = np.clip(room, 1, min(most, LONGEST))
-            shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + counts - 1 + shares)] = 1
-            places, features = self._begin(chains, rows, counts)
-            rules = self._rules.table[chains.slots]
-            found = bursts.run(first, rows, counts, tokens, places, ends, shares, rules, features)
-            return len(rows), self._append_all(chains, shares, *found)
-        logits = self._run(chains, rows, counts, tokens, complete)
+            shares[~self._cache.reserve_rows(held, self._cache.lengths[held] + counts - 1 + shares)] = 1
+            places, features = self._begin(chains, held, counts)
+            rules = self._rules.table[chains.rows]
+            found = bursts.run(first, held, counts, tokens, places, ends, shares, rules, features)
+            return len(held), self._append_all(chains, shares, *found)
+        logits = self._run(chains, held, counts, tokens, complete)
         if not complete.all():
             chains, ends = chains.at(complete), ends[complete]
-        slots = chains.slots.astype(np.int64)
-        drawn = candidates(logits, ends, slots, self._rules, self._most, ids=self._ids)
-        return len(rows) if len(tokens) == len(rows) else 0, [self._append(chains, *drawn)]
+        rows = chains.rows.astype(np.int64)
+        drawn = candidates(logits, ends, rows, self._rules, self._most, ids=self._ids)
+        return len(held) if len(tokens) == len(held) else 0, [self._append(chains, *drawn)]
 
     def _append_all(
         self, chains: Chains, shares: np.ndarray, steps: list[Candidates], outputs: torch.Tensor
@@ -163,30 +165,29 @@ class ModelProposer(SlotProposer):
             drafts &= tokens[:, 0] >= 0
         return changed
 
-    def _enter(self, slot: int, late: bool) -> bool:
-        mirrors, cache, known = self.mirrors, self._cache, int(self.mirrors.known[slot])
+    def _enter(self, row: int) -> bool:
+        view, cache, known = self.view, self._cache, int(self.view.table.lengths[row])
         if known >= self.max_len:
             return False
-        tokens = min(
-            known + int(mirrors.windows[slot]) + known // _READ_PER_TOKEN, int(mirrors.lasts[slot]), self.max_len
-        )
-        row = cache.open(tokens)
-        if row is None and tokens <= cache.slots_beside(self._rows[self._placed]):
+        longest = min(int(view.table.limits[row]), self.max_len)
+        tokens = min(known + view.window + known // _READ_PER_TOKEN, longest)
+        held = cache.open(tokens)
+        if held is None and tokens <= cache.slots_beside(self._cached[self._placed]):
             self._drop_branches()
-            row = cache.open(tokens)
-        if row is None:
+            held = cache.open(tokens)
+        if held is None:
             return False
-        self._rows[slot] = row
-        self._rules.write([slot], [self.samplings[slot]], [-int(self.mirrors.prompts[slot])])
+        self._cached[row] = held
+        self._rules.write([row], [view.sampling(row)], [-int(view.table.prompts[row])])
         return True
 
-    def _leave(self, slot: int) -> None:
-        super()._leave(slot)
-        self._free(self._rows[[slot]])
+    def _leave(self, row: int) -> None:
+        super()._leave(row)
+        self._free(self._cached[[row]])
 
-    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        for slot in slots[self._placed[slots] & (self.mirrors.known[slots] >= self.max_len)].tolist():
-            self._give_up(slot)  # others need its pages
+    def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
+        for row in rows[self._placed[rows] & (self._known[rows] >= self.max_len)].tolist():
+            self._give_up(row)  # others need its pages
 
     def _free(self, rows: np.ndarray) -> None:
         self._cache.free_rows(rows)
@@ -195,57 +196,57 @@ class ModelProposer(SlotProposer):
         """Free the pages of all branches for main chains."""
         self._free(self.branches.close_all())
 
-    def _rows_of(self, chains: Chains) -> np.ndarray:
-        """int64 `(n,)`: rows of the cache; the row of a new branch is forked from its main chain's."""
-        slots, numbers, begins, _ = chains
-        rows: np.ndarray = self._rows[slots]
+    def _cache_rows(self, chains: Chains) -> np.ndarray:
+        """int64 `(n,)`: rows of the cache; that of a new branch is forked from its main chain's."""
+        rows, numbers, begins, _ = chains
+        mains: np.ndarray = self._cached[rows]
         if not len(rows) or numbers[-1] == MAIN:  # branches come last
-            return rows
+            return mains
         new, held = np.flatnonzero(begins != FREE), self.branches.rows
-        held[slots[new], numbers[new]] = self._cache.fork(rows[new], begins[new] - self._origins[slots[new]])
-        return np.where(numbers == MAIN, rows, held[slots, numbers])
+        held[rows[new], numbers[new]] = self._cache.fork(mains[new], begins[new] - self._origins[rows[new]])
+        return np.where(numbers == MAIN, mains, held[rows, numbers])
 
-    def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
+    def _reserve(self, chains: Chains, held: np.ndarray) -> tuple[Chains, np.ndarray]:
         """Make room in the cache for the tokens that each chain reads. If a main chain has no room, all branches are
         given up; chains without room are given up, too, and the request waits for pages. Returns the chains that fit
-        into one forward, and their rows."""
+        into one forward, and their rows of the cache."""
         counts = chains.counts
         if counts.sum() > STEP_TOKENS:
             counts = np.minimum(counts, STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
             if self._bursts is not None:  # in a captured step rows read all they have: a commit that does not fit waits
                 counts[(counts < chains.counts) & (chains.counts <= _MOST_OF_A_COMMIT)] = 0
-            chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones
-        ends = self._cache.lengths[rows] + chains.counts
-        fits = self._cache.reserve_rows(rows, ends)
+            chains, held = chains._replace(counts=counts).at(counts > 0), held[counts > 0]  # the first ones
+        ends = self._cache.lengths[held] + chains.counts
+        fits = self._cache.reserve_rows(held, ends)
         if fits.all():
-            return chains, rows
+            return chains, held
         for i in np.flatnonzero(~fits).tolist():
             if chains.numbers[i] == MAIN:
                 self._drop_branches()
-            if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
-                self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
-                self._waiting[chains.slots[i]] |= chains.numbers[i] == MAIN
-        left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
-        left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
-        return chains.at(left), rows[left]
+            if chains.numbers[i] != MAIN or not self._cache.reserve(int(held[i]), int(ends[i])):
+                self._give_up_chain(int(chains.rows[i]), int(chains.numbers[i]))
+                self._waiting[chains.rows[i]] |= chains.numbers[i] == MAIN
+        left, branch = self._placed[chains.rows], np.flatnonzero(chains.numbers != MAIN)
+        left[branch] = self.branches.ats[chains.rows[branch], chains.numbers[branch]] != FREE
+        return chains.at(left), held[left]
 
-    def _give_up_chain(self, slot: int, number: int) -> None:
+    def _give_up_chain(self, row: int, number: int) -> None:
         """Give up a branch, or a main chain together with its request."""
         if number == MAIN:
-            self._give_up(slot)
-        elif self.branches.ats[slot, number] != FREE:  # else it was dropped with its main chain
-            self._free(self.branches.rows[slot, [number]])
-            self.branches.close(slot, number)
+            self._give_up(row)
+        elif self.branches.ats[row, number] != FREE:  # else it was dropped with its main chain
+            self._free(self.branches.rows[row, [number]])
+            self.branches.close(row, number)
 
     def _append(self, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-        """Append the draws of each chain, see `Candidates`; a chain without a token is given up. Returns int32: slots
-        with changed tails, and slots that were given up."""
-        slots, numbers = chains.slots, chains.numbers
+        """Append the draws of each chain, see `Candidates`; a chain without a token is given up. Returns int32: rows
+        with changed tails, and rows that were given up."""
+        rows, numbers = chains.rows, chains.numbers
         for i in (tokens[:, 0] < 0).nonzero()[0].tolist():
             if numbers[i] == MAIN:  # NaN: a whole window is wrong
-                self.judged[0] += self.mirrors.windows[slots[i]]
-            self._give_up_chain(int(slots[i]), int(numbers[i]))
-        changed: np.ndarray = slots[self.branches.append(self._tips, chains, tokens, ranges_of(gaps))]
+                self.view.table.judged[self.view.seat, 0] += self.view.window
+            self._give_up_chain(int(rows[i]), int(numbers[i]))
+        changed: np.ndarray = rows[self.branches.append(self.view, self._tips, chains, tokens, ranges_of(gaps))]
         return changed
 
 
@@ -267,20 +268,21 @@ class DraftModelProposer(ModelProposer):
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
         return cls(RaggedModel(model, cache), config.max_batch, config.branches)
 
-    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        super()._advance(slots, same)
-        placed = self._placed[slots]
-        np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
+    def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
+        super()._advance(rows, same)
+        placed = self._placed[rows]
+        held = self._cached[rows[placed]]
+        self._cache.lengths[held] = np.minimum(self._cache.lengths[held], same[placed])
 
     def _ready(self) -> Chains:
-        backlogs = self.mirrors.ends - self._cache.lengths[self._rows]
+        backlogs = self.view.ends - self._cache.lengths[self._cached]
         reading = backlogs > 1
         return self._plan(self._placed & reading, self._placed & ~reading, backlogs)
 
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+        self, chains: Chains, held: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        return self._runner.forward(rows, counts, tokens, complete.astype(np.int64))
+        return self._runner.forward(held, counts, tokens, complete.astype(np.int64))
 
-    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
-        return places(self._cache.lengths[rows], counts), torch.empty(int(counts.sum()), 0)
+    def _begin(self, chains: Chains, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        return places(self._cache.lengths[held], counts), torch.empty(int(counts.sum()), 0)

@@ -1,8 +1,8 @@
 """The proposer: a plain class that drafts ahead of the last known commits of its requests.
 
-It uses no Ray, no clock and no network; the draft loop (`draft/loop.py`) calls it and sends its tails. Requests are
-slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Traits
-and the list of built-in methods are in `config/methods.py`. Drafts never change a sampled token.
+It uses no Ray, no clock and no network; `draft/runner.py` calls it. A proposer that drafts for one request at a time
+derives from `RowProposer` (`draft/slots.py`). Traits and the list of built-in methods are in `config/methods.py`.
+Drafts never change a sampled token.
 """
 
 from __future__ import annotations
@@ -10,49 +10,25 @@ from __future__ import annotations
 import abc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
     from specactor_ray.config.schema import TargetConfig
+    from specactor_ray.table.view import TableView
 
 
 logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 512
 """Most positions of a model's forward; a long prompt is read in chunks of this size."""
-
-
-class Tails(NamedTuple):
-    """Tails of `n` requests: int32 numbers of committed tokens and of draft tokens after them, and all draft tokens.
-    `counts`, int32 `(n,)`: tails of each request, the most likely one first; None: one."""
-
-    bases: np.ndarray
-    lengths: np.ndarray
-    tokens: np.ndarray
-    counts: np.ndarray | None = None
-
-    def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield base and tokens of each tail."""
-        end, tokens = 0, self.tokens.tolist()
-        for base, length in zip(self.bases.tolist(), self.lengths.tolist(), strict=True):
-            begin, end = end, end + length
-            yield base, tokens[begin:end]
-
-
-def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Arguments of `Proposer.commit` for commits of (slot, start, tokens)."""
-    columns = np.array([(slot, start, len(tokens)) for slot, start, tokens in commits], np.int32).reshape(-1, 3)
-    slots, starts, lengths = np.ascontiguousarray(columns.T)
-    return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
 
 
 class Failures:
@@ -78,80 +54,57 @@ class Failures:
 
 
 class Proposer(abc.ABC):
-    """Interface of a draft method. A request has a slot, a small number that is reused, from `open` to `close`.
-    Positions are output positions."""
+    """Interface of a draft method: it reads requests from a table and writes its guesses into the table.
+
+    A request has a row of the table. The rows that a drafter gets at a call are all of its requests; a row may have
+    another request than at the last call, with another `table.generation`.
+    """
 
     method: str
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
     budget: int = 0
-    """Set before `extend`: most rows of a forward; 0: unknown, without branches."""
+    """Set before `propose`: most rows of a forward; 0: unknown, without branches."""
     forward_s: np.ndarray
-    """Set before `extend`: float64 `(budget + 1,)`, seconds of a forward with 0, 1, ... rows; empty: unknown."""
+    """Set before `propose`: float64 `(budget + 1,)`, seconds of a forward with 0, 1, ... rows; empty: unknown."""
     burst: int = 1
-    """Set before `extend`: most tokens that models draft for each chain."""
+    """Set before `propose`: most tokens that models draft for each chain."""
     drafted: int = 1
-    """Set by `extend`: tokens that it drafted for each chain."""
+    """Set by `propose`: tokens that it drafted for each chain."""
     rows_drafted: int = 0
-    """Set by `extend`: mean rows of its forwards; 0 if a row read more than a token, or a forward changed no tail."""
+    """Set by `propose`: mean rows of its forwards; 0 if a row read more than a token, or a forward changed no tail."""
     unread: int = 0
     """Hidden states that it has received and not read: a verifier that hosts it keeps further ones back."""
-    judged: np.ndarray
-    """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer must have."""
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:  # not `__init__`, which a derived class may not call
         made = super().__new__(cls)
-        made.forward_s, made.judged = np.zeros(0), np.zeros(2, np.int64)
+        made.forward_s = np.zeros(0)
         return made
 
     @abc.abstractmethod
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        """Start a mirror of this request, replacing one in the same `slot`: 0 or more, and below the largest number of
-        requests ever open at once. A `request_id` that returns continues the same output; `window`: most tokens of the
-        tail."""
+    def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
+        """Write tails for some of `rows`, int32 `(n,)`, which are all requests of the drafter.
 
-    @abc.abstractmethod
-    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
-
-        int32 `(n,)` each: `slots`, `starts` (output positions of first tokens) and `lengths`; `tokens` are those of all
-        requests in turn. Returns bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a
-        gap), or the tokens contradict committed tokens; the request is then opened again.
+        The table has the newest commits; a tail that agrees with them goes on behind them, another one is gone. Models
+        lengthen tails by up to `burst` tokens each, lookups up to the room. Returns int32: rows whose tail changed, or
+        whose newest commit has no guess; empty: nothing to do.
         """
 
-    @abc.abstractmethod
-    def extend(self) -> np.ndarray:
-        """Extend tails that have room in their windows: models by up to `burst` tokens each, lookups to the end.
-        Returns int32: slots whose tail changed, or whose newest commit has no guess; empty: nothing to do."""
-
-    @abc.abstractmethod
-    def tails(self, slots: np.ndarray) -> Tails:
-        """Current tails of open slots."""
-
-    @abc.abstractmethod
-    def close(self, slot: int, finished: bool) -> None:
-        """Close the request; a slot that is not open is ignored. `finished`: whether its output is complete."""
+    def reset(self) -> None:  # noqa: B027
+        """Forget all requests after an error. Default: nothing."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Replace the weights (name → tensor). Default: nothing."""
 
     def add_features(  # noqa: B027
-        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any
     ) -> None:
-        """Take hidden states of consecutive sequence positions, after an `open` or `commit`: int32 `(n,)` each, and a
+        """Take hidden states of consecutive sequence positions, before the guesses of a call: int32 `(n,)` each, and a
         tensor `(sum(lengths), layers * hidden)`, row by row, of a hosted proposer on the target's device. They may
-        overlap or leave gaps; slots are open. Called with the trait `reads_features`."""
+        overlap or leave gaps. `SlotProposer` calls it, with the trait `reads_features`."""
 
     def sleep(self) -> None:  # noqa: B027
         """Free what takes memory of a device, until `wake`; all requests have ended. Default: nothing."""
@@ -160,7 +113,8 @@ class Proposer(abc.ABC):
         """Allocate again what `sleep` freed. Default: nothing."""
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:  # noqa: B027
-        """Take outputs that other verifiers finished. Default: nothing."""
+        """Take finished outputs, with the trait `keeps_history`: those of the drafter's requests, whose rows are still
+        open, and where it is hosted those of up to seven other verifiers. Some may be lost."""
 
     def forget_history(self) -> None:  # noqa: B027
         """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""

@@ -1,20 +1,25 @@
-"""Open requests of a draft actor: messages of verifiers to the proposer, and its tails to the verifiers."""
+"""Open requests of a draft actor: a replica of their rows, kept by messages of verifiers, and its tails for them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import grow
-from specactor_ray.draft.proposer import Failures, Proposer
+from specactor_ray.draft.runner import DraftRunner
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import ANY, RequestTable
+from specactor_ray.table.view import TableView
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, FinishedOutput, States, TailBatch
 
 _NONE = -1
+_SEAT = 0
+"""The drafter's seat in the replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,217 +30,180 @@ class _Verifier:
     """Number of the verifier in `DraftRequests`; never reused."""
     session: int
     """The verifier's newest session; see `CommitBatch`."""
-    slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
-    """Row → slot; the last entry has none."""
+    rows: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
+    """Row of the verifier → row of the replica; the last entry has none."""
     lost: dict[int, int] = field(default_factory=dict)
-    """Rows to open again → generation."""
+    """Rows of the verifier to open again → generation."""
 
 
 class DraftRequests:
-    """Applies messages of verifiers to the proposer and assigns its slots. Not thread-safe."""
+    """A table of the requests of all verifiers. Not thread-safe.
 
-    def __init__(self, drafter_id: str, proposer: Proposer) -> None:
-        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches"), 0)
-        """Totals, those of the loop included."""
-        self.failures = Failures()
-        """Failed requests and steps."""
-        self._drafter_id, self._proposer = drafter_id, proposer
+    A *handle* is a row and a generation of a verifier; rows without that name are those of the replica.
+    """
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self._runner, proposer = runner, runner.proposer
+        branches = getattr(getattr(proposer, "branches", None), "most", 0)
+        vocab_size = ANY if proposer.vocab_size is None else proposer.vocab_size
+        self.table = RequestTable(1, branches, vocab_size=vocab_size)
+        self.view = TableView(self.table, _SEAT, 1)
+        self.rows = np.zeros(0, np.int32)
+        """int32 `(n,)`: rows of the open requests."""
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
-        self._slots: dict[str, int] = {}
-        """Request → slot."""
-        self._open: dict[int, tuple[str, _Verifier]] = {}
-        """Slot → request and its verifier."""
-        self._free: list[int] = []
-        self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
-        """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
-        self._changed = np.zeros(1, np.bool_)
-        """bool `(slots,)`: whether the tail must be sent."""
+        self._owners, self._handles, self._generations = np.full((3, len(self.table.generation)), _NONE, np.int32)
+        """int32 `(rows,)`: number of the verifier, its row and generation."""
+        self._changed = np.zeros(len(self._owners), np.bool_)
+        """bool `(rows,)`: whether the tail must be sent."""
 
     def __len__(self) -> int:
         """Number of open requests."""
-        return len(self._open)
+        return len(self.table)
 
     # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
-        """Apply a message; one of an old session is ignored. A failure drops only its request."""
+        """Apply a message; one of an old session is ignored."""
         verifier = self._verifiers.get(message.verifier_id)
         if verifier is None or message.session > verifier.session:
             self._drop(message.verifier_id)
+            self.rows = np.array(sorted(self.table.requests), np.int32)
             verifier = self._verifiers[message.verifier_id] = _Verifier(self._next_number, message.session)
             self._next_number += 1
         elif message.session < verifier.session:
             return
-        self._commit(verifier, message)
-        if message.closed:
-            rows, generations, finished = zip(*message.closed, strict=True)
-            slots = self._find(verifier, np.array(rows), np.array(generations))
-            for slot, is_finished in zip(slots.tolist(), finished, strict=True):
-                self._close(slot, is_finished)
+        self._follow(verifier, message)
+        for handle, generation, finished in message.closed:
+            (row,) = self._find(verifier, np.array([handle]), np.array([generation]))
+            self._close(int(row), finished)
         for opened in message.opened:
-            self._attempt(opened.request_id, self._start, verifier, opened)
+            self._open(verifier, opened)
         if message.states is not None:
             self._add_states(verifier, message, message.states)
+        if message.opened or message.closed:
+            self.rows = np.array(sorted(self.table.requests), np.int32)
 
-    def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
-        """Slots of handles, int32; `_NONE` where nothing is open."""
-        slots: np.ndarray = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
-        slots[self._generations[slots] != generations] = _NONE
-        return slots
+    def _find(self, verifier: _Verifier, handles: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """Rows of handles, int32; `_NONE` where nothing is open."""
+        rows: np.ndarray = verifier.rows[np.minimum(handles, len(verifier.rows) - 1)]
+        rows[self._generations[rows] != generations] = _NONE
+        return rows
 
-    def _start(self, verifier: _Verifier, opened: DraftOpen) -> None:
-        self.counters["opens"] += 1
-        row, request_id = opened.row, opened.request_id
-        if row >= len(verifier.slots) - 1:
-            grow(verifier, ("slots",), 2 * row + 2, fill=_NONE)
+    def _open(self, verifier: _Verifier, opened: DraftOpen) -> None:
+        self._runner.counters["opens"] += 1
+        handle, request_id = opened.row, opened.request_id
+        if handle >= len(verifier.rows) - 1:
+            grow(verifier, ("rows",), 2 * handle + 2, fill=_NONE)
         # The row's last request has ended, finished or not; the new one may have moved here from another row.
-        self._close(int(verifier.slots[row]))
-        self._close(self._slots.get(request_id, _NONE))
-        verifier.lost.pop(row, None)
-        slot = self._take_slot()
-        self._slots[request_id], self._open[slot], verifier.slots[row] = slot, (request_id, verifier), slot
-        self._owners[slot], self._rows[slot], self._generations[slot] = verifier.number, row, opened.generation
-        self._proposer.open(
-            slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
-        )
+        self._close(int(verifier.rows[handle]))
+        self._close(self.table.row_of.get(request_id, _NONE))
+        verifier.lost.pop(handle, None)
+        if opened.window > self.table.window:
+            self.table.fit_tails(opened.window, self.table.length.shape[2] - 1)
+        self.view.window = self.table.window
+        request = TargetRequest(request_id, opened.prompt_token_ids, opened.sampling, opened.committed_token_ids)
+        try:
+            row = self.table.open(request)
+        except (InputError, OverflowError) as error:
+            self._runner.failures.add(f"{self._runner.drafter_id}: request {request_id} cannot be drafted for", error)
+            return
+        grow(self, ("_owners", "_handles", "_generations"), len(self.table.generation), fill=_NONE)
+        grow(self, ("_changed",), len(self.table.generation))
+        verifier.rows[handle] = row
+        self._owners[row], self._handles[row], self._generations[row] = verifier.number, handle, opened.generation
 
-    def _take_slot(self) -> int:
-        if not self._free:
-            last, slots = len(self._owners) - 1, 2 * len(self._owners) + 1
-            grow(self, ("_owners", "_rows", "_generations"), slots, fill=_NONE)
-            grow(self, ("_changed",), slots)
-            self._free = list(range(last, slots - 1))[::-1]
-        return self._free.pop()
-
-    def _commit(self, verifier: _Verifier, message: CommitBatch) -> None:
-        slots = self._find(verifier, message.rows, message.generations)
-        followed = slots != _NONE
-        if followed.any():
-            tokens = message.tokens[np.repeat(followed, message.lengths)]
-            followed[followed] = self._follow(
-                slots[followed], message.starts[followed], message.lengths[followed], tokens
-            )
-        for index in np.flatnonzero(~followed).tolist():
+    def _follow(self, verifier: _Verifier, message: CommitBatch) -> None:
+        rows = self._find(verifier, message.rows, message.generations)
+        known = rows != _NONE
+        if known.any():
+            tokens = message.tokens[np.repeat(known, message.lengths)]
+            known[known] = self.table.follow(rows[known], message.starts[known], message.lengths[known], tokens)
+        for index in np.flatnonzero(~known).tolist():
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
 
     def _add_states(self, verifier: _Verifier, message: CommitBatch, states: States) -> None:
-        """Pass hidden states to the requests that the message opened or committed to."""
+        """Pass on hidden states of requests that the message opened or committed to."""
         handles = dict(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
         handles |= {opened.row: opened.generation for opened in message.opened}
         generations = np.array([handles.get(row, _NONE) for row in states.rows.tolist()], np.int32)
-        slots, lengths, values = self._find(verifier, states.rows, generations), states.lengths, states.states
+        rows, lengths, values = self._find(verifier, states.rows, generations), states.lengths, states.states
         lost = [verifier.lost.get(row, _NONE) for row in states.rows.tolist()]
-        taken = (slots != _NONE) & (generations != lost)  # else it has missed a commit
+        taken = (rows != _NONE) & (generations != lost)  # else it has missed a commit
         if not taken.all():
             values = values[np.flatnonzero(np.repeat(taken, lengths))]
         if taken.any():
             from specactor_ray.models.weight_buckets import from_wire
 
-            self._feed(slots[taken], states.starts[taken], lengths[taken], from_wire(values))
-
-    def _feed(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: Any) -> None:
-        """`Proposer.add_features`; after a failure once more for each request alone; those that fail are dropped."""
-        try:
-            self._proposer.add_features(slots, starts, lengths, states)
-        except Exception as error:  # noqa: BLE001 - it is logged
-            if len(slots) == 1:
-                self._fail(self._name(int(slots[0])), error)
-                return
-            ends = np.cumsum(lengths)
-            for i, end in enumerate(ends.tolist()):
-                one = slice(i, i + 1)
-                self._feed(slots[one], starts[one], lengths[one], states[end - lengths[i] : end])
-
-    def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """`Proposer.commit`; after a failure once more for each request alone, and failing requests are dropped."""
-        try:
-            taken = np.asarray(self._proposer.commit(slots, starts, lengths, tokens), np.bool_)
-            if taken.shape != slots.shape:
-                raise ValueError(f"{len(slots)} commits were answered by an array of shape {taken.shape}")
-            return taken
-        except Exception as error:  # noqa: BLE001 - it is logged
-            if len(slots) > 1:
-                parts = np.split(tokens, np.cumsum(lengths)[:-1])
-                columns = (np.split(column, len(slots)) for column in (slots, starts, lengths))
-                return np.concatenate([self._follow(*one) for one in zip(*columns, parts, strict=True)])
-            self._fail(self._name(int(slots[0])), error)
-            return np.zeros(1, np.bool_)
+            self.view.states.append(States(rows[taken], states.starts[taken], lengths[taken], from_wire(values)))
 
     # ---- closing ----
 
-    def _close(self, slot: int, finished: bool = False) -> None:
-        """Close a slot, if it is open. `finished`: whether its output is complete."""
-        if slot not in self._open:
+    def _close(self, row: int, finished: bool = False) -> None:
+        """Close a row, if it is open. `finished`: whether its output is complete."""
+        table = self.table
+        if row not in table.requests:
             return
-        request_id, verifier = self._open.pop(slot)
-        del self._slots[request_id]
-        verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
-        self._changed[slot] = False
-        self._free.append(slot)
-        self._attempt(request_id, self._proposer.close, slot, finished)
+        if finished and self._runner.proposer.traits.keeps_history:
+            request = table.requests[row]
+            output = FinishedOutput(request.request_id, request.prompt_token_ids, table.output(row).copy())
+            self._runner.learn([output])
+        table.close(row)
+        self.view.forget(row)
+        for verifier in self._verifiers.values():
+            if verifier.number == self._owners[row]:
+                verifier.rows[self._handles[row]] = _NONE
+        self._owners[row] = self._generations[row] = _NONE
+        self._changed[row] = False
 
     def _drop(self, verifier_id: str) -> None:
         """Close all requests of a verifier."""
-        if (verifier := self._verifiers.pop(verifier_id, None)) is not None:
-            for slot in np.flatnonzero(self._owners == verifier.number).tolist():
-                self._close(slot)
+        if (verifier := self._verifiers.get(verifier_id)) is not None:
+            for row in np.flatnonzero(self._owners == verifier.number).tolist():
+                self._close(row)
+            del self._verifiers[verifier_id]
 
-    def _name(self, slot: int) -> str:
-        return self._open[slot][0] if slot in self._open else ""
-
-    def _attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Run an action; a failure is logged and drops its request."""
-        try:
-            action(*arguments)
-        except Exception as error:  # noqa: BLE001 - it is logged
-            self._fail(request_id, error)
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        """Log a failure and drop its request."""
-        self.failures.add(f"{self._drafter_id}: request {request_id} has failed and is dropped", error)
-        self._lose(self._slots.get(request_id, _NONE))
-
-    def lose_all(self) -> None:
-        """Drop all requests, which their verifiers open again."""
-        for slot in list(self._open):
-            self._lose(slot)
-
-    def _lose(self, slot: int) -> None:
-        if slot in self._open:
-            _, verifier = self._open[slot]
-            verifier.lost[int(self._rows[slot])] = int(self._generations[slot])
-            self._close(slot)
+    def _lose(self) -> None:
+        """Close requests that the drafter needs again from their beginning."""
+        for row in sorted(self.view.lost):
+            for verifier in self._verifiers.values():
+                if row in self.table.requests and verifier.number == self._owners[row]:
+                    verifier.lost[int(self._handles[row])] = int(self._generations[row])
+                    self._close(row)
+        if self.view.lost:
+            self.view.lost.clear()
+            self.rows = np.array(sorted(self.table.requests), np.int32)
 
     # ---- tails ----
 
     def publish(self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], token_s: float) -> None:
-        """Offer the tails of changed slots to their verifiers; a busy link sends them later.
+        """Offer the tails of changed rows to their verifiers; a busy link sends them later.
 
         Requests of verifiers that are not in `links` are dropped. If the list with a verifier arrives after the
         verifier's messages, its next commits are of unknown requests, which it opens again.
         """
-        changed = changed[(changed >= 0) & (changed < len(self._changed))]
+        self._lose()
         self._changed[changed] = self._owners[changed] != _NONE
-        slots = np.flatnonzero(self._changed).astype(np.int32)
-        owners = self._owners[slots]
+        rows = np.flatnonzero(self._changed).astype(np.int32)
+        owners = self._owners[rows]
         numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
             if link is None:
                 self._drop(verifier_id)
+                self.rows = np.array(sorted(self.table.requests), np.int32)
             elif verifier.number in numbers or verifier.lost:
-                mine = slots if numbers == {verifier.number} else slots[owners == verifier.number]
+                mine = rows if numbers == {verifier.number} else rows[owners == verifier.number]
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
-    def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails of a verifier's changed slots."""
-        self._changed[slots] = False
+    def _tails(self, verifier: _Verifier, rows: np.ndarray, token_s: float) -> TailBatch:
+        """Whole tails of a verifier's changed rows."""
+        self._changed[rows] = False
         lost, verifier.lost = verifier.lost, {}
-        bases, lengths, tokens, counts = self._proposer.tails(slots)
-        owners = slots if counts is None else np.repeat(slots, counts)
-        self.counters["tails"] += len(slots)
-        self.counters["branches"] += len(owners) - len(slots)
-        self.counters["resyncs"] += len(lost)
-        handles = self._rows[owners], self._generations[owners]
-        return TailBatch(self._drafter_id, *handles, bases, lengths, tokens, token_s, tuple(lost.items()))
+        counts, lengths, tokens = self.table.tails(_SEAT, rows)
+        owners, counters = np.repeat(rows, counts), self._runner.counters
+        counters["tails"] += len(rows)
+        counters["branches"] += len(owners) - len(rows)
+        counters["resyncs"] += len(lost)
+        handles, bases = (self._handles[owners], self._generations[owners]), self.table.committed[owners]
+        return TailBatch(self._runner.drafter_id, *handles, bases, lengths, tokens, token_s, tuple(lost.items()))

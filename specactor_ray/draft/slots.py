@@ -1,6 +1,6 @@
-"""Base classes of proposers: requests in a `MirrorTable`, up to `max_batch` of which are drafted for.
+"""Base classes of proposers: up to `max_batch` requests of a table are drafted for.
 
-Other requests get empty tails on their commits until a place is free. A user's own proposer derives from `RowProposer`.
+Other requests are answered with empty tails until a place is free. A user's own proposer derives from `RowProposer`.
 """
 
 from __future__ import annotations
@@ -11,108 +11,133 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.core.ragged import grow
-from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.chains import BranchTable, MirrorTable, compile_kernels
-from specactor_ray.draft.proposer import Failures, Proposer, Tails
+from specactor_ray.draft.chains import BranchTable
+from specactor_ray.draft.proposer import Failures, Proposer
+from specactor_ray.table._kernels import UNCHANGED
+from specactor_ray.table.view import TableView
 from specactor_ray.transport.messages import FinishedOutput
 
 
 class SlotProposer(Proposer):
-    """Implements `Proposer` except `extend`. `max_batch`, `branches`: most requests drafted for at once, and most
-    branches of each."""
+    """Implements `propose` by `extend`. `max_batch`, `branches`: most requests drafted for at once, and most branches
+    of each."""
 
-    _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered", "_rows")
-    """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
-    required = (*Proposer.required, "mirrors")
+    _by_row: tuple[str, ...] = ("_generations", "_known", "_ends", "_placed", "_waiting", "_unanswered", "_cached")
+    """Names of the arrays `(rows,)` that grow with the table, filled with 0."""
+    required = (*Proposer.required, "branches")
+    view: TableView
+    """The view of the newest call."""
 
     def __init__(self, max_batch: int = 64, branches: int = 0) -> None:
-        self.mirrors = MirrorTable()
-        self.branches = BranchTable(self.mirrors, branches)
-        self.judged = self.mirrors.judged
-        self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
-        """Request id and sampling parameters of each open slot."""
+        self.branches = BranchTable(branches)
         self.failures = Failures()
         """Failed guesses."""
-        self._places = max_batch
+        self._places, self._fitted = max_batch, (0, 0)
         """Number of free places."""
+        self._generations, self._known, self._ends = np.zeros((3, 0), np.int32)
+        """int32 `(rows,)`, by the newest call: generation of the request, 0 without one; tokens of line; of line and
+        tail."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
-        """bool `(slots,)`: has a place; open without a place; has a commit that `extend` has not processed."""
-        self._rows = np.zeros(0, np.int64)
-        """int64 `(slots,)`: rows of the main chains in the drafter's cache; those of branches: `BranchTable.rows`."""
-        compile_kernels(branches=False)
+        """bool `(rows,)`: has a place; open without a place; has a commit that `extend` has not processed."""
+        self._cached = np.zeros(0, np.int64)
+        """int64 `(rows,)`: rows of the main chains in the drafter's cache; those of branches: `BranchTable.rows`."""
 
-    def _enter(self, slot: int, late: bool) -> bool:
-        """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""
+    @abc.abstractmethod
+    def extend(self) -> np.ndarray:
+        """Lengthen tails that have room; see `propose`."""
+
+    def _enter(self, row: int) -> bool:
+        """Take resources for a request. False: there are none now."""
         return True
 
-    def _leave(self, slot: int) -> None:
-        """Free what `_enter` took; the mirror is still open. Called for requests with a place only."""
-        self._free(self.branches.release(slot))
+    def _leave(self, row: int) -> None:
+        """Free what `_enter` took; the row may have another request. Called for requests with a place only."""
+        self._free(self.branches.release(row))
 
     def _free(self, rows: np.ndarray) -> None:
         """Free rows of the drafter's cache."""
 
-    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        """Called after `commit` for slots with new tokens; their lines are unchanged up to the token `same`."""
+    def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
+        """Called for rows with new committed tokens; their texts are unchanged up to the token `same`."""
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        self.close(slot, finished=False)
-        self.mirrors.open(slot, prompt_token_ids, committed_token_ids, sampling, window)
-        self._fit(len(self.mirrors.known))
-        self.request_ids[slot], self.samplings[slot] = request_id, sampling
-        self._unanswered[slot] = self._waiting[slot] = True
-        self._admit(slot, late=False)
+    def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
+        self.view = view
+        self._follow(rows)
+        for states in view.states:
+            self.add_features(states.rows, states.starts, states.lengths, states.states)
+        view.states.clear()
+        changed = self.extend()
+        self.branches.publish(view, changed)
+        self._ends[rows] = view.ends[rows]
+        return changed
 
-    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if self.branches.most:
-            self._free(self.branches.settle(self._rows, slots, starts, lengths, tokens))
-        same, fresh = self.mirrors.commit(slots, starts, lengths, tokens)
-        advanced = fresh > 0
-        moved = slots[advanced]
-        self._unanswered[moved] = True
-        self._advance(moved, same[advanced])
-        for slot in moved[self._waiting[moved]].tolist() if self._places else ():
-            self._admit(slot, late=True)
-        return same >= 0
+    def _follow(self, rows: np.ndarray) -> None:
+        """Close requests that have left their rows, take the new commits of the others, and open new ones."""
+        view, table = self.view, self.view.table
+        if self._fitted != (sizes := (len(table.generation), view.window)):
+            self._fit(sizes[0])
+            self._fitted = sizes
+        generations = np.zeros_like(self._generations)
+        generations[rows] = table.generation[rows]
+        for row in np.flatnonzero((self._generations != 0) & (self._generations != generations)).tolist():
+            self._close(row)
+        is_new = self._generations[rows] == 0
+        moved = rows[~is_new & (table.lengths[rows] > self._known[rows])]
+        if len(moved):
+            if self.branches.most:
+                befores = self._known[moved], self._ends[moved]
+                self._free(self.branches.settle(view, self._cached, moved, *befores))
+            self._unanswered[moved] = True
+            self._known[moved] = table.lengths[moved]
+            self._advance(moved, np.minimum(view.take_kept(moved), self._ends[moved]))
+            for row in moved[self._waiting[moved]].tolist() if self._places else ():
+                self._admit_late(row)
+        for row in rows[is_new].tolist():
+            self._open(row)
 
-    def tails(self, slots: np.ndarray) -> Tails:
-        return self.branches.tails(slots)
+    def _open(self, row: int) -> None:
+        table = self.view.table
+        table.kept[self.view.seat, row] = UNCHANGED
+        self._generations[row], self._known[row] = table.generation[row], table.lengths[row]
+        self._ends[row] = table.lengths[row]
+        self._unanswered[row] = self._waiting[row] = True
+        self._admit(row)
 
-    def close(self, slot: int, finished: bool) -> None:
-        if not self.mirrors.is_open(slot):
-            return
+    def _close(self, row: int) -> None:
         try:
-            self._give_up(slot)
+            self._give_up(row)
         finally:
-            self._waiting[slot] = self._unanswered[slot] = False
-            self.mirrors.close(slot)
-            del self.request_ids[slot], self.samplings[slot]
+            self._waiting[row] = self._unanswered[row] = False
+            self._generations[row] = 0
 
-    def _admit(self, slot: int, late: bool) -> None:
+    def reset(self) -> None:
+        for row in np.flatnonzero(self._generations).tolist():
+            self._close(row)
+
+    def _admit(self, row: int) -> None:
         """Give a waiting request a place, if one is free."""
-        if self._places and self._waiting[slot] and self._enter(slot, late):
+        if self._places and self._waiting[row] and self._enter(row):
             self._places -= 1
-            self._placed[slot], self._waiting[slot] = True, False
+            self._placed[row], self._waiting[row] = True, False
 
-    def _give_up(self, slot: int) -> None:
+    def _admit_late(self, row: int) -> None:
+        """`_admit` after the opening; a reader of hidden states begins anew, with those that it has missed."""
+        self._admit(row)
+        if self._placed[row] and self.traits.reads_features:
+            self._close(row)
+            self.view.lost.add(row)
+
+    def _give_up(self, row: int) -> None:
         """Stop drafting for a request and free its place."""
-        if self._placed[slot]:
-            self._placed[slot] = False
+        if self._placed[row]:
+            self._placed[row] = False
             self._places += 1
-            self._leave(slot)
+            self._leave(row)
 
-    def _fit(self, slots: int) -> None:
-        """Make room for this many slots, and for the longest window."""
-        grow(self, self._by_slot, slots)
-        self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+    def _fit(self, rows: int) -> None:
+        """Make room for this many rows, and for the window."""
+        grow(self, self._by_row, rows)
+        self._free(self.branches.fit(rows, self.view.window))
 
 
 class RowProposer(SlotProposer):
@@ -126,43 +151,35 @@ class RowProposer(SlotProposer):
 
     def finish(self, prompt: np.ndarray, output: np.ndarray) -> None:
         """Take a finished output, its committed tokens alone, and its prompt, int32, with the trait `keeps_history`:
-        those of the requests that this proposer has, also without a place, and where it is hosted those of up to seven
-        other verifiers. Some may be lost."""
+        see `learn`."""
 
     @abc.abstractmethod
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
+    def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
         """Guess the next tokens of an output: token ids, of which at most `room` (1 or more) are used.
 
         `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request. So `output[-1]`
-        may be a guess; `self.mirrors.committed(slot)` has the committed tokens alone. The tokens are appended to the
-        tail; a commit that disagrees with it removes it.
+        may be a guess; `self.view.output(row)` has the committed tokens alone. The tokens are appended to the tail; a
+        commit that disagrees with it removes it.
         """
-
-    def close(self, slot: int, finished: bool) -> None:
-        try:
-            if finished and self.traits.keeps_history and self.mirrors.is_open(slot):
-                self.finish(self.mirrors.prompt(slot).copy(), self.mirrors.committed(slot).copy())
-        finally:
-            super().close(slot, finished)
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         for one in outputs if self.traits.keeps_history else ():
             self.finish(np.array(one.prompt_token_ids, np.int32), one.token_ids)
 
     def extend(self) -> np.ndarray:
-        mirrors, slots = self.mirrors, np.flatnonzero(self._unanswered)
-        rooms = (mirrors.limits - mirrors.ends)[slots]
-        self._unanswered[slots] = False
-        for slot, room in zip(slots.tolist(), rooms.tolist(), strict=True):
-            if not self._placed[slot] or room <= 0:
+        view, rows = self.view, np.flatnonzero(self._unanswered)
+        self._unanswered[rows] = False
+        for row in rows.tolist():
+            tail = view.tail(row)
+            room = view.room(row) - len(tail)
+            if not self._placed[row] or room <= 0:
                 continue
-            begin, end = mirrors.prompts[slot], mirrors.ends[slot]
             try:
-                found = self.guess(slot, mirrors.prompt(slot), mirrors.lines[slot, begin:end], room)
-                mirrors.lengthen(slot, found)
+                found = self.guess(row, view.prompt(row), np.concatenate([view.output(row), tail]), room)
+                view.write(row, np.concatenate([tail, np.asarray(found)]) if len(tail) else found)
             except Exception as error:  # noqa: BLE001 - a user's class failed; drafts affect speed only
-                self.failures.add(f"{self.method}: no draft for request {self.request_ids[slot]}", error)
-                mirrors.ends[slot] = mirrors.known[slot]
+                self.failures.add(f"{self.method}: no draft for request {view.request_id(row)}", error)
+                view.write(row, ())
             else:
-                self._unanswered[slot] = not self.traits.looks_up and 0 < len(found) < room
-        return slots.astype(np.int32)
+                self._unanswered[row] = not self.traits.looks_up and 0 < len(found) < room
+        return rows.astype(np.int32)

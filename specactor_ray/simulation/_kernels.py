@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft._kernels import Lines, Planes
+from specactor_ray.draft._kernels import Planes
+from specactor_ray.table._kernels import Texts
 from specactor_ray.table.requests import Finish
 
 _jit: Any = kernel()
@@ -91,65 +92,66 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 
 
 @_jit
-def reads(placed: Any, cached: Any, mirror: Any) -> bool:
+def reads(placed: Any, cached: Any, texts: Any) -> bool:
     """Whether a main chain with room must read more than its last token; `cached`: number of tokens in the cache."""
-    mirror = Lines(*mirror)
-    for slot in range(len(placed)):
-        end = mirror.ends[slot]
-        has_room = end < min(mirror.known[slot] + mirror.windows[slot], mirror.lasts[slot])
-        if placed[slot] and has_room and end - cached[slot] > 1:
+    texts = Texts(*texts)
+    for row in range(len(placed)):
+        end = texts.lengths[row] + texts.tails[row, 0]
+        has_room = end < min(texts.lengths[row] + texts.window, texts.limits[row])
+        if placed[row] and has_room and end - cached[row] > 1:
             return True
     return False
 
 
 @_jit
 def draft(
-    known: Any, ranks: Any, cached: Any, mirror: Any, table: Any, slots: Any, numbers: Any, vocab_size: int, most: int
+    known: Any, ranks: Any, cached: Any, texts: Any, table: Any, rows: Any, numbers: Any, vocab_size: int, most: int
 ) -> Any:
     """Read the tokens that chains lack in the cache, and find the candidates of their next tokens.
 
     Args:
-        known: `(slots, most)`: right tokens.
-        ranks: `(slots, 2, most)`: see `Text.ranks`.
-        cached: `(slots,)`: number of tokens of main chains in the cache, updated, as is `rows` of the table of
+        known: `(rows, most)`: right tokens.
+        ranks: `(rows, 2, most)`: see `Text.ranks`.
+        cached: `(rows,)`: number of tokens of main chains in the cache, updated, as is `rows` of the table of
             branches.
-        mirror, table: Arrays of `MirrorTable` and `BranchTable`.
-        slots, numbers: Columns of `Chains`, `(n,)`.
+        texts, table: Arrays of `TableView` and `BranchTable`.
+        rows, numbers: Columns of `Chains`, `(n,)`.
         vocab_size: Vocabulary size of the tokens.
         most: Candidates per position.
 
     Returns:
-        Indices of the next tokens in their lines, int64 `(n,)`; number of prompt tokens that were read; int32:
+        Indices of the next tokens in their texts, int64 `(n,)`; number of prompt tokens that were read; int32:
         candidates `(n, most)`, in order, and ranges of gaps `(n,)`. Wrong candidates differ from each other.
     """
-    mirror, table = Lines(*mirror), Planes(*table)
-    tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
-    ends, prefill = np.empty(len(slots), np.int64), 0
-    for i in range(len(slots)):
-        slot, b = slots[i], numbers[i]
+    texts, table = Texts(*texts), Planes(*table)
+    tokens, gaps = np.empty((len(rows), most), np.int32), np.empty(len(rows), np.int32)
+    ends, prefill = np.empty(len(rows), np.int64), 0
+    for i in range(len(rows)):
+        row, b = rows[i], numbers[i]
         if b < 0:
-            ends[i] = mirror.ends[slot]
-            prefill += ends[i] - cached[slot] - 1
-            cached[slot] = ends[i]
+            ends[i] = texts.lengths[row] + texts.tails[row, 0]
+            prefill += ends[i] - cached[row] - 1
+            cached[row] = ends[i]
         else:
-            ends[i] = table.rows[slot, b] = table.ats[slot, b] + table.lengths[slot, b]
-        at = ends[i] - mirror.prompts[slot]
-        truth, right = known[slot, at], ranks[slot, 0, at]
+            ends[i] = table.rows[row, b] = table.ats[row, b] + table.lengths[row, b]
+        at = ends[i] - texts.prompts[row]
+        truth, right = known[row, at], ranks[row, 0, at]
         for rank in range(most):
             tokens[i, rank] = truth if right == rank else (truth + 1 + rank) % vocab_size
-        gaps[i] = max(ranks[slot, 1, at], 0)
+        gaps[i] = max(ranks[row, 1, at], 0)
     return ends, prefill, tokens, gaps
 
 
 @_jit
-def look_up(known: Any, lines: Any, prompts: Any, ends: Any, slots: Any, limits: Any) -> int:
-    """Fill the windows of slots as far as there are guesses; `lines`, `prompts`, `ends`: arrays of `MirrorTable`.
-    Returns the number of found tokens."""
-    found = 0
-    for i in range(len(slots)):
-        slot = slots[i]
-        while ends[slot] < limits[i] and known[slot, ends[slot] - prompts[slot]] != NO_GUESS:
-            lines[slot, ends[slot]] = known[slot, ends[slot] - prompts[slot]]
-            ends[slot] += 1
+def look_up(known: Any, texts: Any, rows: Any) -> int:
+    """Fill the tails of rows as far as there are guesses. Returns the number of found tokens."""
+    texts, found = Texts(*texts), 0
+    for row in rows:
+        begin, size = texts.lengths[row] - texts.prompts[row], texts.tails[row, 0]
+        room = min(texts.window, texts.limits[row] - texts.lengths[row])
+        while size < room and known[row, begin + size] != NO_GUESS:
+            texts.tail[row, 0, size] = known[row, begin + size]
+            size += 1
             found += 1
+        texts.tails[row, 0] = size
     return found

@@ -21,11 +21,29 @@ FREE = -1
 REFUTED, RESCUED = 6, 7
 """Places in `COUNTS`."""
 
+UNCHANGED = 2**31 - 1
+"""Value of `RequestTable.kept` where no commit has come since the drafter's last turn."""
+
 Planes = namedtuple(
     "Planes",
-    "generation prompts lengths lines assigned base tail length method evidence counts reached",
+    "generation prompts lengths lines assigned base tail length kept judged method evidence counts reached",
 )
 """Arrays of `RequestTable`, named here so that numba's cache detects a change."""
+
+
+class Texts(NamedTuple):
+    """Arrays of `RequestTable` for one drafter, and its window. Kernels take them as a plain tuple, which numba unpacks
+    in half the time."""
+
+    lines: np.ndarray
+    prompts: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    tails: np.ndarray
+    """int32 `(rows, tails)`: length of each tail."""
+    tail: np.ndarray
+    kept: np.ndarray
+    window: int
 
 
 class Committed(NamedTuple):
@@ -148,14 +166,112 @@ def _remember(rows: Any, fresh_of: Any, sums: Any, evidence: Any, ranges: Any, m
 
 
 @_jit
+def _settle(seat: int, row: int, start: int, fresh: int, table: Planes) -> Any:
+    """Keep the tails of a row that agree with its `fresh` newest tokens, from `start` on, and reach past them. Returns
+    the length of the first tail, and how many of its tokens are right."""
+    lines, length, tail, place = table.lines, table.length, table.tail, 0
+    first, hits, same = 0, 0, start
+    for k in range(tail.shape[2]):
+        have, right = length[seat, row, k], 0
+        if have == 0:
+            break
+        tested = min(have, fresh)
+        while right < tested and tail[seat, row, k, right] == lines[row, start + right]:
+            right += 1
+        if k == 0:
+            first, hits = have, right
+            same = start + (right if right < tested else have)
+            table.judged[seat, 0] += min(right + 1, tested)
+            table.judged[seat, 1] += right
+        length[seat, row, k] = 0
+        if right == fresh and have > fresh:
+            table.counts[RESCUED] += place == 0 and k > 0
+            length[seat, row, place] = have - fresh
+            for at in range(have - fresh):
+                tail[seat, row, place, at] = tail[seat, row, k, fresh + at]
+            place += 1
+    table.kept[seat, row] = min(table.kept[seat, row], same)
+    return first, hits
+
+
+@_jit
+def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+    """See `RequestTable.follow`."""
+    taken, end = np.zeros(len(rows), np.bool_), 0
+    for i in range(len(rows)):
+        row, begin, end = rows[i], end, end + lengths[i]
+        if row < 0 or row >= len(table.generation) or table.generation[row] == 0 or starts[i] < 0:
+            continue
+        line, before, start = table.lines[row], table.lengths[row], table.prompts[row] + starts[i]
+        stop = start + lengths[i]
+        taken[i] = start <= before and agreed(line, tokens[begin:end], start, start, min(before, stop)) == min(
+            before, stop
+        )
+        if taken[i] and stop > before:
+            line[before:stop] = tokens[begin + before - start : end]
+            table.lengths[row] = stop
+            for seat in range(len(table.method)):
+                _settle(seat, row, before, stop - before, table)
+    return taken
+
+
+@_jit
+def token_at(texts: Any, row: Any, at: Any) -> Any:
+    """Token `at` of a row's text: its line, then its first tail."""
+    return texts.lines[row, at] if at < texts.lengths[row] else texts.tail[row, 0, at - texts.lengths[row]]
+
+
+@_jit
+def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
+    """Index of the first token of `line[begin:stop]` that differs from `tokens`, which belong at `start`; or `stop`."""
+    for at in range(begin, stop):
+        if line[at] != tokens[at - start]:
+            return at
+    return stop
+
+
+@_jit
+def publish(seat: int, rows: Any, vocab_size: int, table: Planes) -> None:
+    """See `RequestTable.publish`."""
+    length, tail = table.length, table.tail
+    for row in rows:
+        table.base[seat, row] = table.lengths[row] - table.prompts[row]
+        for k in range(tail.shape[2]):
+            for at in range(length[seat, row, k]):
+                if not 0 <= tail[seat, row, k, at] < vocab_size:
+                    length[seat, row, k] = at
+                    break
+
+
+@_jit
+def collect(seat: int, rows: Any, table: Planes) -> Any:
+    """See `RequestTable.tails`."""
+    length, tail = table.length, table.tail
+    counts, most = np.ones(len(rows), np.int32), len(rows) * tail.shape[2]
+    lengths, tokens, count, end = np.empty(most, np.int32), np.empty(most * tail.shape[3], np.int32), 0, 0
+    for i in range(len(rows)):
+        for k in range(tail.shape[2]):
+            size = length[seat, rows[i], k]
+            if k > 0 and size == 0:
+                break
+            counts[i] = k + 1
+            lengths[count] = size
+            tokens[end : end + size] = tail[seat, rows[i], k, :size]
+            count += 1
+            end += size
+    return counts, lengths[:count].copy(), tokens[:end].copy()
+
+
+@_jit
 def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
     """Count verified tokens, and keep the tails that agree with the newly committed tokens and reach past them. Hits
     and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`), those of the
     first tails only."""
     rows, commits, seats, drafted, accepted = step
-    lines, evidence = table.lines, table.evidence
-    length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
-    places, window = tail.shape[2], tail.shape[3]
+    evidence, length, method, counts, reached = (
+        table.evidence, table.length, table.method, table.counts, table.reached,
+    )  # fmt: skip
+    window = table.tail.shape[3]
     sums, fresh_of = np.zeros((2, *ranges.shape[1:]), np.int64), np.zeros((len(rows), evidence.shape[1]), np.bool_)
     counts[0] += len(rows)  # in the order of `COUNTS`
     counts[1] += commits.sum()
@@ -171,26 +287,13 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
                 reached[1, k] += k < accepted[i]
         start = table.lengths[row] - fresh
         for seat in range(len(method)):
-            kind, place = method[seat], 0
-            for k in range(places):
-                have, right = length[seat, row, k], 0
-                if have == 0:
-                    break
-                tested = min(have, fresh)
-                while right < tested and tail[seat, row, k, right] == lines[row, start + right]:
-                    right += 1
-                if k == 0:
-                    tried = min(right + 1, tested)
-                    _observe(evidence[:, kind, row], right, tried, ROW_TRIES)
-                    fresh_of[i, kind] = True
-                    sums[0, kind, part] += right
-                    sums[1, kind, part] += tried
-                    counts[REFUTED] += right < tested
-                length[seat, row, k] = 0
-                if right == fresh and have > fresh:
-                    counts[RESCUED] += place == 0 and k > 0
-                    length[seat, row, place] = have - fresh
-                    for at in range(have - fresh):
-                        tail[seat, row, place, at] = tail[seat, row, k, fresh + at]
-                    place += 1
+            had, right = _settle(seat, row, start, fresh, table)
+            if had > 0:
+                kind, tested = method[seat], min(had, fresh)
+                tried = min(right + 1, tested)
+                _observe(evidence[:, kind, row], right, tried, ROW_TRIES)
+                fresh_of[i, kind] = True
+                sums[0, kind, part] += right
+                sums[1, kind, part] += tried
+                counts[REFUTED] += right < tested
     _remember(rows, fresh_of, sums, evidence, ranges, methods)

@@ -16,7 +16,7 @@ from specactor_ray.table import _kernels
 from specactor_ray.table._kernels import Committed
 from specactor_ray.table.requests import COUNTS, Finish, TargetRequest, refuse_impossible
 
-_ANY = 2**31 - 1
+ANY = 2**31 - 1
 _FIRST_ROWS = 32
 
 
@@ -32,13 +32,16 @@ class RequestTable:
       of positions whose hidden states were recorded (`target.rows.export`); bool `begun`: the request has been in a
       step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `sent`: committed tokens sent to the drafter, -1: the request is not open there;
-      `streamed`: sequence positions with hidden states that were sent;
-      `base` of its newest tails, -1: none; `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix,
-      the one to verify first; their `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
+      `streamed`: sequence positions with hidden states that were sent; `base` of its newest tails, -1: none; `kept`:
+      number of tokens of line and first tail that no commit has changed since the drafter's last turn (`UNCHANGED`:
+      all); `tail`, `(seats, rows, tails, window)`: the parts past the committed prefix, the one to verify first; their
+      `length`, `(seats, rows, tails)`, 0 for none and where the drafter is not assigned;
     - by method and row, so that it outlasts a change of the drafter: `evidence`, float64 hits and tries of draft
       tokens, and of the newest ones (`_kernels._observe`);
-    - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
-      tail was verified, and was right, until `StepMetrics` takes them.
+    - `method` by seat, and int64 `judged`, `(seats, 2)`: draft tokens of first tails that commits tested after right
+      ones, and how many were right;
+    - int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a tail was verified, and was
+      right, until `StepMetrics` takes them.
 
     `eos_token_ids` end outputs of requests that do not ignore them; `device`: of the sampling `rules`
     (by row, with positions in the sequence); for `window` and `branches` see `fit_tails`.
@@ -49,8 +52,8 @@ class RequestTable:
         window: int = 1,
         branches: int = 0,
         *,
-        vocab_size: int = _ANY,
-        max_model_len: int = _ANY,
+        vocab_size: int = ANY,
+        max_model_len: int = ANY,
         eos_token_ids: Collection[int] = (),
         device: Any = None,
     ) -> None:
@@ -68,8 +71,8 @@ class RequestTable:
         self.lines = np.zeros((rows, 256), np.int32)
         self.begun, self.minds_eos = np.zeros((2, rows), np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
-        self.sent, self.base, self.streamed = np.zeros((3, seats, rows), np.int32)
-        self.method = np.zeros(seats, np.int32)
+        self.sent, self.base, self.streamed, self.kept = np.zeros((4, seats, rows), np.int32)
+        self.method, self.judged = np.zeros(seats, np.int32), np.zeros((seats, 2), np.int64)
         self.evidence = np.zeros((4, MAX_METHODS, rows))
         self.counts = np.zeros(len(COUNTS), np.int64)
         self._generations = 0
@@ -153,19 +156,21 @@ class RequestTable:
         self.length = np.zeros((seats, rows, 1 + branches), np.int32)
         self.tail = np.zeros((seats, rows, 1 + branches, window), np.int32)
         self.reached = np.zeros((2, window), np.int64)
+        np.minimum(self.kept, self.lengths, out=self.kept)
 
     def fit_seats(self, count: int) -> None:
         """Make room for this many drafters."""
-        grow(self, (*_BY_SEAT, "method"), 1 << (count - 1).bit_length())
+        grow(self, (*_BY_SEAT, "method", "judged"), 1 << (count - 1).bit_length())
 
     def clear_seat(self, seat: int, method: int) -> None:
         """Reset a seat for a drafter of this method."""
-        self.method[seat] = method
+        self.method[seat], self.judged[seat] = method, 0
         self.assigned[seat], self.length[seat] = False, 0
 
     def assign(self, seat: int, row: int) -> None:
         """Assign the request to the drafter."""
         self.assigned[seat, row], self.length[seat, row] = True, 0
+        self.kept[seat, row] = min(self.kept[seat, row], self.lengths[row])
         self.sent[seat, row] = self.base[seat, row] = -1
 
     def release(self, seat: int, row: int) -> None:
@@ -181,6 +186,27 @@ class RequestTable:
     def settle(self, step: Committed, ranges: np.ndarray, evidence: np.ndarray, overall: np.ndarray) -> None:
         """Compare the tails with the newest tokens of the rows of a step; see `_kernels.commit`."""
         _kernels.commit(step, ranges, _kernels.Planes(*_PLANES(self)), evidence, overall)
+
+    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Take output tokens that another table has committed, idempotently: int32 `(n,)` each, rows, output positions
+        of the first tokens, lengths; and all tokens. Returns bool `(n,)`: False, and nothing is taken, where the row is
+        free, tokens before the start are missing (a gap), or tokens contradict committed ones."""
+        arrays = [np.array(one, np.int32) for one in (rows, starts, lengths, tokens)]  # those of messages are read-only
+        ends = self.prompts[arrays[0]] + arrays[1]
+        ends = np.minimum(ends, self.lengths[arrays[0]]) + arrays[2]
+        self._fit_lines(int(ends.max(initial=0)))
+        taken: np.ndarray = _kernels.follow(*arrays, _kernels.Planes(*_PLANES(self)))
+        return taken
+
+    def publish(self, seat: int, rows: np.ndarray) -> None:
+        """Mark rows as answered by a drafter of this process; tails end before tokens outside the vocabulary."""
+        _kernels.publish(seat, rows, self.vocab_size, _kernels.Planes(*_PLANES(self)))
+
+    def tails(self, seat: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Number of tails of each row, at least 1, as an empty first one counts; lengths of these tails, the one to
+        verify first ahead; and all their tokens. int32."""
+        counts, lengths, tokens = _kernels.collect(seat, rows, _kernels.Planes(*_PLANES(self)))
+        return counts, lengths, tokens
 
     def unsent(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Committed tokens that count as sent to the drafter from now on: lengths by row, and all tokens."""
@@ -206,7 +232,7 @@ class RequestTable:
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 # Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
 _BY_ROW = ("generation", "prompts", "lengths", "limits", "exported", "lines", "begun", "minds_eos")
-_BY_SEAT = ("assigned", "sent", "base", "streamed", "tail", "length")
+_BY_SEAT = ("assigned", "sent", "base", "streamed", "kept", "tail", "length")
 _BY_METHOD = ("evidence",)
 _RESET = ("generation", "exported", "begun", "assigned", *_BY_METHOD)
 """Arrays that are 0 in the row of a new request."""

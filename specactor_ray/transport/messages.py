@@ -40,7 +40,7 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class DraftOpen:
-    """Start (or start again) a mirror of this request."""
+    """Start (or start again) the replica of this request."""
 
     row: int
     generation: int

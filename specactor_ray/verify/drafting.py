@@ -1,4 +1,4 @@
-"""The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
+"""The verifier's side of drafting: drafters in the seats of the table, called or reached by messages.
 
 Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `policy.py` and `racing.py`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,16 @@ from specactor_ray.config.methods import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.cache_size import STATES_UNDER_WAY
 from specactor_ray.table._kernels import Committed
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
 from specactor_ray.target.base import NO_DRAFTS, Drafts
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, FinishedOutput, States, TailBatch
 from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
@@ -36,54 +37,119 @@ StatesOf = Callable[[np.ndarray, np.ndarray, int], States]
 
 @dataclass(slots=True)
 class DrafterLink:
-    """Link and specification of one drafter."""
+    """Specification of a drafter in another process, and the link to it."""
 
     spec: DrafterSpec
     link: Link[CommitBatch]
 
 
 @dataclass(slots=True)
-class HostedDrafter(DrafterLink):
-    """A drafter in the verifier's own process, which the verifier's loop runs; `link` leads to it."""
+class HostedDrafter:
+    """A drafter in the verifier's own process."""
 
-    loop: DraftLoop
+    spec: DrafterSpec
+    runner: DraftRunner
 
 
 class DrafterSeat(Drafter):
-    """A drafter in seat `number` of the table, and the data that is still to be sent to it. `session`: see
-    `CommitBatch`."""
+    """A drafter in seat `number` of the table."""
+
+    def __init__(
+        self, number: int, drafter_id: str, spec: DrafterSpec, table: RequestTable, states_of: StatesOf | None
+    ) -> None:
+        super().__init__(drafter_id, spec, hosted=isinstance(self, HostedSeat))
+        self.number, self._table, self._states_of = number, table, states_of
+        self.opened = 0
+        """Tokens of the requests that the newest batch, or turn, opens."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 `(n,)`: rows of the requests assigned to the drafter."""
+        return np.flatnonzero(self._table.assigned[self.number]).astype(np.int32)
+
+    def release(self, row: int) -> None:
+        """End the drafter's work for a request that goes on."""
+
+    def end(self, row: int, finished: bool) -> None:
+        """End the drafter's work for a request that leaves its row. `finished`: whether its output is complete."""
+
+    def _unsent_states(self, rows: np.ndarray, unread: int) -> States | None:
+        """Hidden states that count as sent from now on; a drafter with `unread` ones gets fewer."""
+        if not self.spec.traits.reads_features or self._states_of is None or not len(rows):
+            return None
+        streamed = self._table.streamed[self.number]
+        states = self._states_of(rows, streamed[rows], max(STATES_UNDER_WAY - unread, 0))
+        if not len(states.rows):
+            return None
+        streamed[states.rows] = states.starts + states.lengths
+        return states
+
+
+class HostedSeat(DrafterSeat):
+    """A drafter of this process, which reads the table and writes its tails into it."""
+
+    def __init__(self, number: int, drafter: HostedDrafter, table: RequestTable, states_of: StatesOf | None) -> None:
+        super().__init__(number, drafter.runner.drafter_id, drafter.spec, table, states_of)
+        self.runner, self._view = drafter.runner, TableView(table, number, drafter.spec.window)
+
+    def draft(self, most: int = 1, goes_on: bool = False) -> int:
+        """Let it draft up to `most` tokens for each request. Returns their number, at least 1; 0: nothing to do.
+        `goes_on`: no step was made since the last call."""
+        table, number, rows = self._table, self.number, self.rows
+        sent = table.sent[number]
+        if len(new := rows[sent[rows] < 0]):
+            table.streamed[number, new] = 0
+            self.opened = int(table.lengths[new].sum())
+            self.runner.counters["opens"] += len(new)
+        sent[rows] = table.committed[rows]
+        states = None if goes_on else self._unsent_states(rows, self.runner.proposer.unread)
+        if states is not None:
+            self._view.states.append(states)
+        changed = self.runner.run(self._view, rows, most)
+        self.token_s = self.runner.token_s or self.token_s
+        if self._view.lost:
+            sent[list(self._view.lost)] = -1
+            self._view.lost.clear()
+        if not len(changed):
+            return 0
+        table.publish(number, changed)
+        return max(self.runner.proposer.drafted, 1)
+
+    def end(self, row: int, finished: bool) -> None:
+        if finished and self.spec.traits.keeps_history:
+            request = self._table.requests[row]
+            output = FinishedOutput(request.request_id, request.prompt_token_ids, self._table.output(row).copy())
+            self.runner.learn([output])
+
+
+class RemoteSeat(DrafterSeat):
+    """A drafter of another process, and the data that is still to be sent to it. `session`: see `CommitBatch`."""
 
     def __init__(
         self,
         number: int,
-        session: int,
         drafter_id: str,
         drafter: DrafterLink,
         table: RequestTable,
         states_of: StatesOf | None,
+        session: int,
     ) -> None:
-        super().__init__(drafter_id, drafter.spec, hosted=isinstance(drafter, HostedDrafter))
-        self.link, self.number, self._table = drafter.link, number, table
-        self._session, self._begun, self._states_of = session, False, states_of
-        self.opened = 0
-        """Tokens of the requests that the newest batch opens."""
-        self._proposer = drafter.loop.proposer if isinstance(drafter, HostedDrafter) else None
-        self._take_turn = drafter.loop.take_turn if isinstance(drafter, HostedDrafter) else lambda most: 0
+        super().__init__(number, drafter_id, drafter.spec, table, states_of)
+        self.link, self._session, self._begun = drafter.link, session, False
         # Row and generation of requests to close at the drafter → whether they are finished.
         self._closed: dict[tuple[int, int], bool] = {}
         # Row, generation, output position and tokens of the unsent ends of finished requests.
         self._last: list[tuple[int, int, int, np.ndarray]] = []
 
-    def draft(self, most: int) -> int:
-        """See `DraftLoop.take_turn`; 0 for a drafter in another process."""
-        return self._take_turn(most)
+    def release(self, row: int) -> None:
+        self.let_go(row, int(self._table.generation[row]))
 
     def let_go(self, row: int, generation: int) -> None:
         """Close a request for which the drafter does not draft any more, or should not have drafted."""
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """Close a request that leaves its row, opened or not: the drafter may keep a place for it."""
+        # Opened or not: the drafter may keep a place for it.
         table, sent = self._table, int(self._table.sent[self.number, row])
         finished = finished and sent >= 0
         generation, tokens = int(table.generation[row]), table.output(row)[max(sent, 0) :]
@@ -101,14 +167,17 @@ class DrafterSeat(Drafter):
     def news(self, verifier_id: str) -> CommitBatch | None:
         """The batch of unsent data, which counts as sent from now on. None if there is none after the first batch."""
         table, number = self._table, self.number
-        sent, mine = table.sent[number], np.flatnonzero(table.assigned[number]).astype(np.int32)
+        sent, mine = table.sent[number], self.rows
         begun = sent[mine] >= 0
         opened = tuple(map(self._opening, mine[~begun].tolist()))
         self.opened = sum(len(one.prompt_token_ids) + len(one.committed_token_ids) for one in opened)
-        states = self._unsent_states(mine)
+        states = self._unsent_states(mine, 0)
         fresh = sent[mine] < table.committed[mine]
         if states is not None:  # those without new tokens come with a commit of none
+            from specactor_ray.models.weight_buckets import to_wire
+
             fresh |= np.isin(mine, states.rows)
+            states = replace(states, states=to_wire(states.states))
         rows = mine[begun & fresh]
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last = self._last, []
@@ -134,22 +203,6 @@ class DrafterSeat(Drafter):
         handle = row, int(table.generation[row]), request.request_id
         return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window)
 
-    def _unsent_states(self, rows: np.ndarray) -> States | None:
-        """Hidden states that count as sent from now on: on the engine's device for a drafter of this process, which
-        reads some before it gets more."""
-        if not self.spec.traits.reads_features or self._states_of is None or not len(rows):
-            return None
-        streamed, unread = self._table.streamed[self.number], 0 if self._proposer is None else self._proposer.unread
-        states = self._states_of(rows, streamed[rows], max(STATES_UNDER_WAY - unread, 0))
-        if not len(states.rows):
-            return None
-        streamed[states.rows] = states.starts + states.lengths
-        if self.hosted:
-            return states
-        from specactor_ray.models.weight_buckets import to_wire
-
-        return replace(states, states=to_wire(states.states))
-
 
 class Drafting:
     """Drafting for the requests of one verifier, in the `table` of its engine: drafters answer to its incarnation id,
@@ -172,7 +225,7 @@ class Drafting:
         self.inbox = inbox.for_verifier(table.vocab_size)
         self.table = table
         table.fit_tails(max(config.window or WINDOW, window), branches)
-        self._seats: dict[int, DrafterSeat] = {}
+        self._seats: dict[int, HostedSeat | RemoteSeat] = {}
         self._sessions = itertools.count(1)
         self.policy = DraftPolicy(config, self.table, Acceptance(), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
@@ -183,24 +236,35 @@ class Drafting:
         """Number of drafters."""
         return len(self._seats)
 
-    def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
-        """Replace the list of drafters."""
+    @property
+    def _hosted(self) -> list[HostedSeat]:
+        return [seat for seat in self._seats.values() if isinstance(seat, HostedSeat)]
+
+    @property
+    def _remote(self) -> list[RemoteSeat]:
+        return [seat for seat in self._seats.values() if isinstance(seat, RemoteSeat)]
+
+    def set_drafters(self, drafters: Mapping[str, DrafterLink | HostedDrafter]) -> None:
+        """Replace the list of drafters, by id."""
         seats, known = self._seats, {seat.drafter_id: seat.number for seat in self._seats.values()}
-        for number in [number for drafter_id, number in known.items() if drafter_id not in links]:
+        for number in [number for drafter_id, number in known.items() if drafter_id not in drafters]:
             del seats[number]
             self.table.clear_seat(number, 0)
-        for drafter_id in [name for name in links if name not in known]:
-            number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
+        for drafter_id in [name for name in drafters if name not in known]:
+            number, drafter = next(n for n in range(len(seats) + 1) if n not in seats), drafters[drafter_id]
             self.table.fit_seats(number + 1)
-            self.table.clear_seat(number, self.policy.acceptance.number(link.spec.method))
-            names = number, next(self._sessions), drafter_id
-            seats[number] = DrafterSeat(*names, link, self.table, self._states_of)
-        self._let_go(self.assigner.revise(level=True))
+            self.table.clear_seat(number, self.policy.acceptance.number(drafter.spec.method))
+            where = self.table, self._states_of
+            if isinstance(drafter, HostedDrafter):
+                seats[number] = HostedSeat(number, drafter, *where)
+            else:
+                seats[number] = RemoteSeat(number, drafter_id, drafter, *where, next(self._sessions))
+        self._release(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
-    def _let_go(self, released: list[tuple[int, int]]) -> None:
+    def _release(self, released: list[tuple[int, int]]) -> None:
         for number, row in released:
-            self._seats[number].let_go(row, int(self.table.generation[row]))
+            self._seats[number].release(row)
         self._standings = self.policy.standings()
 
     def close(self, row: int, finished: bool) -> None:
@@ -210,14 +274,16 @@ class Drafting:
                 seat.end(row, finished)
         self.table.close(row)
 
+    # ---- drafters of other processes ----
+
     def take_messages(self) -> None:
         """Process the messages of drafters that arrived since the last call."""
-        seats = {seat.drafter_id: seat for seat in self._seats.values()}
+        seats = {seat.drafter_id: seat for seat in self._remote}
         for batch in self.inbox.drain():
             if batch.drafter_id in seats:
                 self._take(seats[batch.drafter_id], batch)
 
-    def _take(self, seat: DrafterSeat, batch: TailBatch) -> None:
+    def _take(self, seat: RemoteSeat, batch: TailBatch) -> None:
         if batch.token_s > 0.0:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
@@ -226,31 +292,42 @@ class Drafting:
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 
-    def flush(self, turns: Container[int] | None = None) -> None:
-        """Send news to drafters, unless the last delivery is under way; models of the verifier's own thread get all
-        news since their last turn at their turn only. `turns`: seats of those with a turn; default: all."""
-        for seat in self._seats.values():
+    def flush(self) -> None:
+        """Send news to drafters, unless the last delivery is under way."""
+        for seat in self._remote:
             seat.able = seat.link.failed is None
-            if turns is None or seat.number in turns or not seat.takes_turns:
-                seat.link.offer(functools.partial(seat.news, self.verifier_id))
+            seat.link.offer(functools.partial(seat.news, self.verifier_id))
+
+    # ---- drafters of this process ----
+
+    def look_up(self) -> None:
+        """Let lookups fill the tails."""
+        for seat in self._hosted:
+            if seat.spec.traits.looks_up:
+                seat.draft()
 
     def take_turns(self, rows: np.ndarray, now: Callable[[], float]) -> None:
-        """Let models of this thread draft for these rows, as far as that pays or is tried."""
-        if not (turns := self.policy.turns(rows)):
-            return
-        self.flush(turns)
-        for number, most in turns.items():
+        """Let models draft for these rows, as far as that pays or is tried."""
+        for number, most in self.policy.turns(rows).items():
             seat, left, begin = self._seats[number], most, now()
-            while left > 0 and (drafted := seat.draft(left)):
+            assert isinstance(seat, HostedSeat)
+            while left > 0 and (drafted := seat.draft(left, goes_on=left < most)):
                 left -= drafted
+            seat.token_rows = self.policy.rows
             self.policy.spent(number, now() - begin, most - left, seat.opened)
             seat.opened = 0
-        self.take_messages()
+
+    def rest(self) -> None:
+        """Let drafters free what they hold for ended requests."""
+        for seat in self._hosted:
+            seat.draft()
+
+    # ---- steps ----
 
     def revise(self, rows: np.ndarray) -> None:
         """Revise the assignments before a step over these rows, if a revision is due."""
         if (released := self.assigner.step(rows)) is not None:
-            self._let_go(released)
+            self._release(released)
 
     @property
     def window(self) -> int:
@@ -271,7 +348,8 @@ class Drafting:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of links, malformed messages and the draft ladder; for any thread."""
-        links = {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()}
+        seats = self._seats.copy().values()
+        links = {seat.drafter_id: seat.link.snapshot() for seat in seats if isinstance(seat, RemoteSeat)}
         return {"links": links, **self.inbox.snapshot(), "ladder": self._standings}
 
 
@@ -293,3 +371,6 @@ def warm_up() -> None:
         table.take(0, message)
     acceptance.commit(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
     table.unsent(0, rows)
+    table.publish(0, rows)
+    table.tails(0, rows)
+    table.follow(rows, zero, zero, zero[:0])

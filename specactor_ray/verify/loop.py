@@ -19,7 +19,6 @@ from specactor_ray.core.machine import fallbacks
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.proof import prove
-from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.metrics import StepMetrics
@@ -51,10 +50,9 @@ class VerifyLoop(Loop):
         self._lookups_s = 0.0
         """Seconds of lookups and messages in the step, which `Seconds.own` includes."""
         self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
+        self._resting = False
         self.drafter_links: Mapping[str, DrafterLink] = {}
         """The latest list of drafters in other processes."""
-        for drafter in hosted:
-            drafter.loop.set_verifiers({drafting.verifier_id: Link(direct_sender(drafting.inbox.put), clock=clock)})
         if hosted:
             self.set_drafters({})
 
@@ -83,7 +81,7 @@ class VerifyLoop(Loop):
         for drafter in links.values():
             drafter.link.on_free = self._wake.set  # a step that waits for tails may have more messages to send
         self.drafter_links = links
-        mine = {drafter.loop.drafter_id: drafter for drafter in self._hosted}
+        mine = {drafter.runner.drafter_id: drafter for drafter in self._hosted}
         self.put(lambda: self._drafting.set_drafters({**mine, **links}))
 
     def reset_metrics(self) -> None:
@@ -102,13 +100,13 @@ class VerifyLoop(Loop):
         def forget() -> None:
             self._engine.reset_prefix_cache()
             for one in self._hosted:
-                one.loop.proposer.forget_history()
+                one.runner.proposer.forget_history()
 
         return self.call(forget)
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> Future[None]:
         """Add outputs of other verifiers to the histories of the drafters of this process."""
-        return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
+        return self.call(lambda: [one.runner.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
         """Free the memory of the engine's cache, and that of the drafters of this process, until `wake`."""
@@ -144,7 +142,7 @@ class VerifyLoop(Loop):
             "busy_s": self.busy_s,
             "fallbacks": fallbacks(),
             "cost": self._drafting.policy.cost.points(),
-            "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted},
+            "inline": {one.runner.drafter_id: one.runner.snapshot() for one in self._hosted},
         }
 
     # ---- the loop ----
@@ -169,18 +167,19 @@ class VerifyLoop(Loop):
         if not self._engine.has_work():
             self._drafting.take_messages()
             self._drafting.flush()
-            for drafter in self._hosted:
-                drafter.loop.take_turn(1)  # only closes of ended requests
+            if not self._resting:
+                self._drafting.rest()
+            self._resting = True
             self._suspension.end()  # the next requests may be different
             return False
-        rows = self._engine.decoding()
+        rows, self._resting = self._engine.decoding(), False
         waiting_s = self._await_drafts(rows)
         seats, drafts = self._drafting.choose(rows)
         result = self._engine.step(drafts, self._drafting.window)
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:
-            self._drafting.flush(())
+            self._drafting.flush()
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
         self._requests.plain.record(result, seconds, self._lookups_s)
@@ -195,9 +194,7 @@ class VerifyLoop(Loop):
         drafting, begin, self._lookups_s = self._drafting, self._clock.now(), 0.0
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
-        for drafter in self._hosted:
-            if drafter.spec.traits.looks_up:
-                drafter.loop.run_guarded()
+        drafting.look_up()
         drafting.take_messages()
         drafting.revise(rows)
         self._lookups_s = self._clock.now() - begin
@@ -224,7 +221,7 @@ class VerifyLoop(Loop):
     def _load_weights(self, weights: WeightSet, state_dict: Mapping[str, Any]) -> None:
         for drafter in self._hosted:
             if drafter.spec.method == weights.method:
-                drafter.loop.take_weights(weights.version, state_dict)
+                drafter.runner.load_weights(weights.version, state_dict)
         engine = self._engine
         if weights.method or weights.version <= engine.weight_version:
             return
@@ -249,13 +246,13 @@ class VerifyLoop(Loop):
     def _sleep(self) -> None:
         self._engine.sleep()
         for one in self._hosted:
-            one.loop.proposer.sleep()
+            one.runner.proposer.sleep()
         self._asleep = True
 
     def _wake_up(self) -> None:
         self._engine.wake()
         for one in self._hosted if self._asleep else ():
-            one.loop.proposer.wake()
+            one.runner.proposer.wake()
         self._asleep = False
         try:
             self._prove()

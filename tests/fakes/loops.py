@@ -21,10 +21,11 @@ from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.hf import HfEngine
-from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import Finished, Progress
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
@@ -107,20 +108,24 @@ class Bench:
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
         sizes: Any = {"window": window, "branches": branches}
         drafts = Drafting("v0", inline, config, target.table, **sizes, states_of=target.states)
-        self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
+        hosted = {
+            name: DraftRunner(name, one)
+            for name, one in proposers.items()
+            if inline or (hosts_lookups and one.traits.looks_up)
+        }
+        self.drafts: dict[str, DraftLoop] = {
+            name: DraftLoop(name, one) for name, one in proposers.items() if name not in hosted
+        }
+        self.hosted = hosted
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
         self.progress: list[Progress] = []
         """Commits of all steps."""
-        hosted = [
-            HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
-            for loop in self.drafts.values()
-            if inline or (hosts_lookups and loop.proposer.traits.looks_up)
-        ]
-        self.verifier = VerifyLoop(target, drafts, hosted)
-        apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}
+        self.verifier = VerifyLoop(
+            target, drafts, [HostedDrafter(spec_of(one.proposer, window), one) for one in hosted.values()]
+        )
         if not inline:
-            self._connect({name: self.drafts[name] for name in sorted(apart)}, window, faults)
+            self._connect(self.drafts, window, faults)
         self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
 
     def _connect(self, apart: Mapping[str, DraftLoop], window: int, faults: random.Random | None) -> None:
@@ -162,10 +167,13 @@ class Bench:
         assert not left, f"unfinished: {left}"
         return tokens
 
+    def drafter(self, name: str) -> DraftLoop | DraftRunner:
+        return self.hosted[name] if name in self.hosted else self.drafts[name]
+
     def await_closed(self) -> None:
         """Until the drafters know that all requests have ended."""
         deadline = time.monotonic() + 120.0
-        while any(loop.snapshot()["open_requests"] for loop in self.drafts.values()):
+        while any(one.snapshot()["open_requests"] for one in (*self.drafts.values(), *self.hosted.values())):
             assert time.monotonic() < deadline, "open requests are left at the drafters of an idle verifier"
             time.sleep(0.01)
 

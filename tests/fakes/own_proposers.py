@@ -8,7 +8,9 @@ import numpy as np
 
 from specactor_ray.config.methods import Traits
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
+from specactor_ray.table.view import TableView
 from specactor_ray.transport.messages import States
 
 
@@ -21,7 +23,7 @@ class Model(RowProposer):
     def __init__(self, config: Any) -> None:
         super().__init__(config.max_batch or 64)
 
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+    def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
         known = [*prompt.tolist(), *output.tolist()]
         after = known.index(known[-1]) + 1
         return known[after : after + self.step]
@@ -32,6 +34,19 @@ class Lookup(Model):
 
     traits = Traits(looks_up=True)
     step = 99
+
+
+class OfTable(Proposer):
+    """The same for all requests in one call, without a base class that follows them."""
+
+    method, vocab_size = "own", None
+    traits = Traits(looks_up=True)
+
+    def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
+        for row in rows:
+            known = [*view.prompt(row).tolist(), *view.output(row).tolist()]
+            view.write(row, known[known.index(known[-1]) + 1 :])
+        return rows
 
 
 class Learner(Model):
@@ -60,8 +75,8 @@ class Reader(Model):
         self.spans: dict[str, list[tuple[int, Any]]] = {}
 
     def add_features(self, *arrays: Any) -> None:
-        for slot, begin, states in States(*arrays).split():
-            self.spans.setdefault(self.request_ids[slot], []).append((begin, states))
+        for row, begin, states in States(*arrays).split():
+            self.spans.setdefault(self.view.request_id(row), []).append((begin, states))
 
 
 class Noisy(DraftModelProposer):
@@ -94,7 +109,7 @@ class Nameless(RowProposer):
     def __init__(self, config: Any) -> None:
         super().__init__()
 
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+    def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
         return []
 
 
@@ -114,5 +129,5 @@ class Nothing(Model):
 
 
 class Raises(Model):
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+    def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
         raise ValueError("no guess")

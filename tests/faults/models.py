@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.actors.specs import ActorSpec
-from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.cluster import SimulatedHost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
+from specactor_ray.table.view import TableView
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
 
 
@@ -61,16 +62,17 @@ class FaultyHost(SimulatedHost):
 
     def build_proposer(self, *arguments: Any) -> Proposer:
         proposer: Any = super().build_proposer(*arguments)
-        tails: Callable[[np.ndarray], Tails] = proposer.tails
+        propose: Callable[[TableView, np.ndarray], np.ndarray] = proposer.propose
 
-        def faulty_tails(slots: np.ndarray) -> Tails:
-            found = tails(slots)
-            if self._actor.name not in self._faults.corrupt:
-                return found
-            nonsense = [int(self._network.rng.random() * 2e9) - 10**9 for _ in found.tokens]
-            return found._replace(tokens=np.array(nonsense, np.int32))
+        def faulty_propose(view: TableView, rows: np.ndarray) -> np.ndarray:
+            changed = propose(view, rows)
+            if self._actor.name in self._faults.corrupt:
+                tails, random = view.table.tail[view.seat], self._network.rng.random
+                for row in changed.tolist():
+                    tails[row] = [[int(random() * 2e9) - 10**9 for _ in tail] for tail in tails[row]]
+            return changed
 
-        proposer.tails = faulty_tails
+        proposer.propose = faulty_propose
         return proposer
 
     def _break_down(self, engine: SimulatedEngine) -> None:

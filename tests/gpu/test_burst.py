@@ -15,7 +15,7 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.captured import CudaCapturer
 from specactor_ray.models.ragged_model import RaggedModel
-from tests.by_name import feed
+from tests.by_name import ByName, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_target
 
@@ -42,17 +42,19 @@ def drafted(drafter: ModelProposer, burst: int) -> list[list[int]]:
     drafter.budget, drafter.burst, found = 40, burst, list[list[int]]()
     states = np.random.default_rng(0).standard_normal((9, 400, 192)).astype(np.float32)
     prompts = [tiny_prompt_ids(4)[i % 4] for i in range(9)]
-    for slot, prompt in enumerate(prompts):
-        drafter.open(slot, f"r{slot}", prompt, (), SamplingParams(1.0, seed=slot, max_tokens=300), 12)
-    slots, ones = np.arange(9, dtype=np.int32), np.ones(9, np.int32)
+    requests = ByName(drafter, 12)
+    for number, prompt in enumerate(prompts):
+        requests.open(f"r{number}", prompt, (), SamplingParams(1.0, seed=number, max_tokens=300), 12)
     for turn in range(5):
-        drafter.commit(slots, turn * ones, ones, slots + turn)
-        for slot, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
+            requests.commit(f"r{number}", turn, [number + turn])
             if drafter.traits.reads_features:
-                feed(drafter, slot, 0, states[slot, : len(prompt) + turn])
-        while len(drafter.extend()):
-            pass
-        found += [list(tokens) for _, tokens in drafter.tails(slots).rows()]
+                requests.add_features(f"r{number}", 0, states[number, : len(prompt) + turn])
+        extend_fully(requests)
+        _, lengths, tokens = requests.table.tails(0, requests.rows)
+        found += [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
+    for number in range(9):
+        requests.close(f"r{number}")
     return found
 
 
@@ -73,6 +75,4 @@ def test_a_sleeping_drafter_gives_its_memory_back_and_drafts_the_same_afterwards
     drafter.sleep()
     assert awake - torch.cuda.memory_reserved() > 64 << 20, "the cache, and more"
     drafter.wake()
-    for slot in range(9):
-        drafter.close(slot, False)
     assert drafted(drafter, 4) == before

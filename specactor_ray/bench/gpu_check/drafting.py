@@ -13,6 +13,9 @@ from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.table.requests import TargetRequest
+from specactor_ray.table.table import RequestTable
+from specactor_ray.table.view import TableView
 
 _OUTPUT = 800
 """Most tokens of a request: more than the timed calls draft and commit."""
@@ -38,27 +41,28 @@ def measure_drafting(stage: Stage) -> None:
         if way == "eager":
             drafter._bursts = None
         turns, count = work == "turn", settings.window if work == "turn" else int(work[1:])
-        for slot, prompt in enumerate(prompts[:rows].tolist()):
-            sampling = SamplingParams(1.0, max_tokens=_OUTPUT, seed=slot)
-            drafter.open(slot, f"r{slot}", tuple(prompt), (), sampling, count if turns else _OUTPUT)
+        window = count if turns else _OUTPUT
+        table = RequestTable(window)
+        view = TableView(table, 0, window)
+        for row, prompt in enumerate(prompts[:rows].tolist()):
+            table.open(TargetRequest(f"r{row}", tuple(prompt), SamplingParams(1.0, max_tokens=_OUTPUT, seed=row)))
+        mine = np.arange(rows, dtype=np.int32)
+        draft = functools.partial(drafter.propose, view, mine)
         drafter.burst = 1
-        while (drafter.mirrors.ends[:rows] == settings.drafting_prompt).any():
-            drafter.extend()
-        drafter.burst, starts = count, np.zeros(rows, np.int32)
+        while not table.length[0, :rows, 0].all():
+            draft()
+        drafter.burst = count
 
         def turn() -> None:
-            while len(drafter.extend()):
+            while len(draft()):
                 pass
-            tails = drafter.tails(np.arange(rows, dtype=np.int32)).tokens.reshape(rows, count)
-            commit = np.pad(tails, ((0, 0), (0, 1)))
-            drafter.commit(np.arange(rows, dtype=np.int32), starts, np.full(rows, count + 1, np.int32), commit.ravel())
-            np.add(starts, count + 1, out=starts)
+            commit = np.pad(table.tail[0, :rows, 0], ((0, 0), (0, 1)))
+            table.follow(mine, table.committed[mine], np.full(rows, count + 1, np.int32), commit.ravel())
 
         try:
-            ms = 1e3 * stage.median_s(turn if turns else drafter.extend) / count
+            ms = 1e3 * stage.median_s(turn if turns else draft) / count
         finally:
-            for slot in range(rows):
-                drafter.close(slot, False)
+            drafter.reset()
         stage.point({"rows": rows}, **{f"{way} {work} ms": ms})
         stage.entry["figures"]["fallbacks"] = fallbacks()
         return f"{ms:.3g} ms"

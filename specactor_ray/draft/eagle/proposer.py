@@ -123,27 +123,26 @@ def _attend(
 
 
 class EagleProposer(ModelProposer):
-    """`eagle`: drafts with an `EagleRunner`. It needs `add_features` after each `open` and `commit`."""
+    """`eagle`: drafts with an `EagleRunner`. It needs hidden states of all committed positions."""
 
     method = "eagle"
     traits = BUILT_IN[method].traits
     _runner: EagleRunner
-    _by_slot = (*ModelProposer._by_slot, "_anchors", "_received", "_held", "_drafted", "_promised")
+    _by_row = (*ModelProposer._by_row, "_anchors", "_received", "_held", "_drafted")
 
     def __init__(self, runner: EagleRunner, *arguments: Any, **options: Any) -> None:
         super().__init__(runner, *arguments, **options)
         self._anchors, self._received, self._held = np.zeros((3, 0), np.int64)
-        """int64 `(slots,)`: first position with an unread state (later entries are based on the head's own outputs);
+        """int64 `(rows,)`: first position with an unread state (later entries are based on the head's own outputs);
         first position without a state; index of the first unread state in `_states`."""
-        self._drafted, self._promised = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-        """`(slots,)`: tokens of the line that are committed, or drafted since the newest commit; whether the slot got a
-        place late and lacks earlier states, so it must be opened again."""
+        self._drafted = np.zeros(0, np.int32)
+        """int32 `(rows,)`: tokens of the text that are committed, or drafted since the newest commit."""
         self._states = torch.empty(0, runner.config.feature_size, dtype=runner.dtype, device=runner.device)
-        """Unread states, those of a slot one after the other, among others that are not needed any more."""
+        """Unread states, those of a row one after the other, among others that are not needed any more."""
         self._outputs = torch.empty(
             0, self.branches.most, runner.feature_size, dtype=runner.dtype, device=runner.device
         )
-        """`(slots, branches + window, hidden)`: outputs of the head, features of the next positions: the newest one of
+        """`(rows, branches + window, hidden)`: outputs of the head, features of the next positions: the newest one of
         each branch, then those that drew the first, second, ... token of the tail."""
 
     @classmethod
@@ -155,37 +154,31 @@ class EagleProposer(ModelProposer):
         cache = drafter_cache_bytes(config, head.config.text, head.fc.weight.itemsize, total)
         return cls(EagleRunner(head, cache), config.max_batch, config.branches)
 
-    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        good = super().commit(slots, starts, lengths, tokens)
-        good[good] = ~self._promised[slots[good]]
-        return good
-
-    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        super()._advance(slots, same)
-        self._drop_guesses(slots[self._placed[slots]])
+    def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
+        super()._advance(rows, same)
+        self._drop_guesses(rows[self._placed[rows]])
 
     @property
     def unread(self) -> int:  # type: ignore[override]
         return int((self._received - self._anchors).sum())
 
-    def add_features(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: torch.Tensor) -> None:
-        """Queue states for the next `extend`. Known positions are skipped; after a gap the head restarts with less
-        context."""
+    def add_features(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, states: torch.Tensor) -> None:
+        """Queue states for `extend`. Known positions are skipped; after a gap the head restarts with less context."""
         if states.shape[1] != self._runner.config.feature_size:
             raise ValueError(
                 f"hidden states are {states.shape[1]} wide; the head reads {self._runner.config.feature_size} "
                 f"(layers {list(self._runner.config.exported_layers)} of the target)"
             )
         states, ends = states.to(self._states), starts.astype(np.int64) + lengths
-        for i in np.flatnonzero(self._placed[slots] & (starts > self._received[slots])).tolist():
-            self._begin_anew(int(slots[i]), int(starts[i]))
-        new = self._placed[slots] & (ends > self._received[slots])
-        firsts, slots, ends = (begins(lengths)[:-1] + self._received[slots] - starts)[new], slots[new], ends[new]
+        for i in np.flatnonzero(self._placed[rows] & (starts > self._received[rows])).tolist():
+            self._begin_anew(int(rows[i]), int(starts[i]))
+        new = self._placed[rows] & (ends > self._received[rows])
+        firsts, rows, ends = (begins(lengths)[:-1] + self._received[rows] - starts)[new], rows[new], ends[new]
         left = np.flatnonzero(self._anchors < self._received)
-        if len(left):  # each slot's old states before its new ones
-            owners = np.concatenate([left, slots])
+        if len(left):  # each row's old states before its new ones
+            owners = np.concatenate([left, rows])
             firsts = np.concatenate([self._held[left], len(self._states) + firsts])
-            counts = np.concatenate([self._received[left] - self._anchors[left], ends - self._received[slots]])
+            counts = np.concatenate([self._received[left] - self._anchors[left], ends - self._received[rows]])
             order = np.argsort(owners, kind="stable")
             firsts, counts, owners = firsts[order], counts[order], owners[order]
             kept = to_device([places(firsts, counts)], self._states.device)
@@ -193,8 +186,8 @@ class EagleProposer(ModelProposer):
             at, heads = np.unique(owners, return_index=True)
             self._held[at] = begins(counts)[heads]
         else:
-            self._held[slots] = firsts
-        self._states, self._received[slots] = states, ends
+            self._held[rows] = firsts
+        self._states, self._received[rows] = states, ends
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights of the head. Cache entries made with the old weights stay: their states are gone."""
@@ -206,36 +199,36 @@ class EagleProposer(ModelProposer):
 
     # ---- places ----
 
-    def _fit(self, slots: int) -> None:
-        super()._fit(slots)
-        old, width = self._outputs, self.branches.most + int(self.mirrors.windows.max(initial=1))
-        if len(old) < slots or old.shape[1] < width:
-            self._outputs = old.new_zeros(max(len(old), slots), max(old.shape[1], width), old.shape[2])
+    def _fit(self, rows: int) -> None:
+        super()._fit(rows)
+        old, width = self._outputs, self.branches.most + max(self.view.window, 1)
+        if len(old) < rows or old.shape[1] < width:
+            self._outputs = old.new_zeros(max(len(old), rows), max(old.shape[1], width), old.shape[2])
             self._outputs[: len(old), : old.shape[1]] = old
 
-    def _enter(self, slot: int, late: bool) -> bool:
-        if not super()._enter(slot, late):
+    def _enter(self, row: int) -> bool:
+        if not super()._enter(row):
             return False
-        self._promised[slot] = late
-        self._begin_anew(slot, 0)
+        self._begin_anew(row, 0)
         return True
 
-    def _leave(self, slot: int) -> None:
-        super()._leave(slot)
-        self._anchors[slot] = self._received[slot]
-        self.mirrors.ends[slot] = self.mirrors.known[slot]
+    def _leave(self, row: int) -> None:
+        super()._leave(row)
+        self._anchors[row] = self._received[row]
+        if self._generations[row] == self.view.table.generation[row]:
+            self.view.write(row, ())
 
-    def _begin_anew(self, slot: int, first: int) -> None:
+    def _begin_anew(self, row: int, first: int) -> None:
         """Restart with an empty cache; the context begins at position `first`."""
-        self._anchors[slot] = self._received[slot] = first
-        self._origins[slot] = first + 1
-        self._drop_guesses(np.array([slot]))
+        self._anchors[row] = self._received[row] = first
+        self._origins[row] = first + 1
+        self._drop_guesses(np.array([row]))
 
-    def _drop_guesses(self, slots: np.ndarray) -> None:
+    def _drop_guesses(self, rows: np.ndarray) -> None:
         """Drop entries that are based on the head's own outputs. The tails stay until they are drafted again."""
-        self._drafted[slots] = self.mirrors.known[slots]
-        self._free(self.branches.release(slots))
-        self._cache.truncate(self._rows[slots], self._anchors[slots] + 1 - self._origins[slots])
+        self._drafted[rows] = self._known[rows]
+        self._free(self.branches.release(rows))
+        self._cache.truncate(self._cached[rows], self._anchors[rows] + 1 - self._origins[rows])
 
     # ---- one forward ----
 
@@ -245,79 +238,80 @@ class EagleProposer(ModelProposer):
 
     @property
     def _reads(self) -> np.ndarray:
-        """bool `(slots,)`: has unread states, with a known token after each."""
-        reads: np.ndarray = (self._anchors < self._received) & (self._received < self.mirrors.known)
+        """bool `(rows,)`: has unread states, with a known token after each."""
+        reads: np.ndarray = (self._anchors < self._received) & (self._received < self._known)
         return reads
 
     def _ready(self) -> Chains:
-        ahead = (self._anchors >= self._origins) & (self._anchors == self.mirrors.known - 1)
+        ahead = (self._anchors >= self._origins) & (self._anchors == self._known - 1)
         waiting = self._fork_prefixes()
         reads = self._reads & ~waiting
         backlogs = np.where(reads, self._received - self._anchors, 1)
         return self._plan(self._placed & reads, self._placed & ahead, backlogs)
 
     def _fork_prefixes(self) -> np.ndarray:
-        """Give new samples of a prompt the entries of others. Returns bool `(slots,)`: those that wait for entries that
+        """Give new samples of a prompt the entries of others. Returns bool `(rows,)`: those that wait for entries that
         another one reads now."""
         whole, waiting = self._placed & (self._origins == 1), np.zeros(len(self._placed), np.bool_)
-        (lines, prompts, known, *_), size = self.mirrors.arrays, self._cache.page_size
-        for slot in np.flatnonzero(whole & (self._anchors == 0) & (known > size)).tolist():
-            others = whole & ~waiting & (prompts == prompts[slot]) & (lines[:, :size] == lines[slot, :size]).all(axis=1)
-            others[slot] = False
+        table, known, size = self.view.table, self._known, self._cache.page_size
+        lines, prompts = table.lines, table.prompts
+        for row in np.flatnonzero(whole & (self._anchors == 0) & (known > size)).tolist():
+            others = whole & ~waiting & (prompts == prompts[row]) & (lines[:, :size] == lines[row, :size]).all(axis=1)
+            others[row] = False
             others = np.flatnonzero(others)
-            same = np.zeros((len(others), known[slot] + 1), np.bool_)
-            same[:, :-1] = lines[others, : known[slot]] == lines[slot, : known[slot]]
+            same = np.zeros((len(others), known[row] + 1), np.bool_)
+            same[:, :-1] = lines[others, : known[row]] == lines[row, : known[row]]
             # An entry has read the token after its position; the newest one is read in any case, for its output.
-            common = np.minimum(same.argmin(axis=1), np.minimum(known[others], known[slot] - 1)) - 1
+            common = np.minimum(same.argmin(axis=1), np.minimum(known[others], known[row] - 1)) - 1
             has = np.minimum(common, self._anchors[others])
             will = np.where(self._reads[others], np.minimum(common, self._received[others]), has)
             most = int(has.max(initial=0))
             if will.max(initial=0) - most >= size:
-                waiting[slot] = True
+                waiting[row] = True
             elif most >= size:
-                self._free(self._rows[[slot]])
-                self._rows[slot] = self._cache.fork(self._rows[others[[has.argmax()]]], np.array([most]))[0]
-                self._held[slot] += most
-                self._anchors[slot], self._received[slot] = most, max(most, self._received[slot])
+                self._free(self._cached[[row]])
+                self._cached[row] = self._cache.fork(self._cached[others[[has.argmax()]]], np.array([most]))[0]
+                self._held[row] += most
+                self._anchors[row], self._received[row] = most, max(most, self._received[row])
         return waiting
 
-    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+    def _begin(self, chains: Chains, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         # Main chains read their unread states; all others append one entry on the head's own output.
-        slots, numbers, most, known = chains.slots, chains.numbers, self.branches.most, self.mirrors.known[chains.slots]
-        begins, main, grown = self._origins[slots] + self._cache.lengths[rows], numbers == MAIN, numbers != MAIN
-        grown[grown] = self.branches.lengths[slots[grown], numbers[grown]] > 1  # others begin with the main chain's
-        reads, flat = main & self._reads[slots], self._outputs.flatten(0, 1)
-        sources = np.where(grown, numbers, most + begins - known) + slots * self._outputs.shape[1]
+        rows, numbers, most, known = chains.rows, chains.numbers, self.branches.most, self._known[chains.rows]
+        begins, main, grown = self._origins[rows] + self._cache.lengths[held], numbers == MAIN, numbers != MAIN
+        grown[grown] = self.branches.lengths[rows[grown], numbers[grown]] > 1  # others begin with the main chain's
+        reads, flat = main & self._reads[rows], self._outputs.flatten(0, 1)
+        sources = np.where(grown, numbers, most + begins - known) + rows * self._outputs.shape[1]
         features = flat.index_select(0, *to_device([sources[~reads]], flat.device))
         if reads.any():
             at = int(reads.argmax())  # chains that read are adjacent
-            fused = self._fuse_states(slots[reads], counts[reads])
+            fused = self._fuse_states(rows[reads], counts[reads])
             features = torch.cat([features[:at], fused, features[at:]])
-            self._anchors[slots[reads]] += counts[reads]
+            self._anchors[rows[reads]] += counts[reads]
         return places(begins - 1, counts), features
 
     def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
         # A main chain keeps each output, a branch the newest one.
-        slots, main, flat = chains.slots, chains.numbers == MAIN, self._outputs.flatten(0, 1)
-        firsts = np.where(main, self.branches.most + self._drafted[slots] - self.mirrors.known[slots], chains.numbers)
+        rows, main, flat = chains.rows, chains.numbers == MAIN, self._outputs.flatten(0, 1)
+        firsts = np.where(main, self.branches.most + self._drafted[rows] - self._known[rows], chains.numbers)
         steps = np.arange(len(outputs))[:, None]
         kept = (steps < shares) & (main | (steps == shares - 1))
-        targets = (slots.astype(np.int64) * self._outputs.shape[1] + firsts + np.where(main, steps, 0))[kept]
+        targets = (rows.astype(np.int64) * self._outputs.shape[1] + firsts + np.where(main, steps, 0))[kept]
         sources, targets = to_device([np.flatnonzero(kept), targets], flat.device)
         flat.index_copy_(0, targets, outputs.flatten(0, 1).index_select(0, sources))
 
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+        self, chains: Chains, held: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        positions, features = self._begin(chains, rows, counts)
-        outputs, logits = self._runner.forward(rows, positions, counts, tokens, features)
-        self._end(chains, np.ones(len(rows), np.int64), outputs[None])
+        positions, features = self._begin(chains, held, counts)
+        outputs, logits = self._runner.forward(held, positions, counts, tokens, features)
+        self._end(chains, np.ones(len(held), np.int64), outputs[None])
         if complete.all():
             return logits
         return logits.index_select(0, *to_device([np.flatnonzero(complete)], logits.device))
 
-    def _fuse_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
-        """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""
-        taken = to_device([places(self._held[slots], counts)], self._states.device)
-        self._held[slots] += counts
+    def _fuse_states(self, rows: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """Take `counts` unread states of each row; returns their features `(sum(counts), hidden)`."""
+        taken = to_device([places(self._held[rows], counts)], self._states.device)
+        self._held[rows] += counts
         return self._runner.fuse(self._states.index_select(0, *taken))

@@ -18,18 +18,17 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst, model
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
-from specactor_ray.draft.model import DraftModelProposer, ModelProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.captured import Captured
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.step_sizes import sizes
 from tests.attention import attending
-from tests.batches import news, opening
-from tests.by_name import extend_fully, feed
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
-from tests.unit.draft.test_draft_loop import loop_of
 from tests.unit.draft.test_draft_model import load
 from tests.unit.draft.test_eagle import head, states_of
 from tests.unit.models.test_ragged_attention import Watch, without_kernels
@@ -37,12 +36,22 @@ from tests.unit.models.test_ragged_attention import Watch, without_kernels
 WINDOW = 6
 
 
-def draft_model(**options: Any) -> ModelProposer:
-    return DraftModelProposer(RaggedModel(load(), options.pop("cache_bytes", 4 << 20)), **options)
+class Drafter(ByName):
+    """Settings go to the proposer."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("burst", "budget", "_run"):
+            setattr(self.proposer, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
-def eagle(**options: Any) -> ModelProposer:
-    return EagleProposer(EagleRunner(head(), options.pop("cache_bytes", 4 << 20)), **options)
+def draft_model(**options: Any) -> Drafter:
+    return Drafter(DraftModelProposer(RaggedModel(load(), options.pop("cache_bytes", 4 << 20)), **options))
+
+
+def eagle(**options: Any) -> Drafter:
+    return Drafter(EagleProposer(EagleRunner(head(), options.pop("cache_bytes", 4 << 20)), **options))
 
 
 MAKERS = pytest.mark.parametrize("make", [draft_model, eagle])
@@ -55,21 +64,24 @@ class Request:
         self.slot, self.prompt, self.sampling = number, tiny_prompt_ids(8)[number], sampling
         self.states, self.output, self.sent = states_of(400, number), list[int](), 0
 
-    def open(self, drafter: ModelProposer, window: int = WINDOW) -> None:
-        drafter.open(self.slot, f"r{self.slot}", self.prompt, self.output, self.sampling, window)
+    @property
+    def name(self) -> str:
+        return f"r{self.slot}"
+
+    def open(self, drafter: Drafter, window: int = WINDOW) -> None:
+        drafter.open(self.name, self.prompt, self.output, self.sampling, window)
         self.sent = 0
         self.tell_states(drafter)
 
-    def commit(self, drafter: ModelProposer, fresh: list[int]) -> None:
-        arrays = (np.array([value], np.int32) for value in (self.slot, len(self.output), len(fresh)))
-        assert drafter.commit(*arrays, np.array(fresh, np.int32)).all()
+    def commit(self, drafter: Drafter, fresh: list[int]) -> None:
+        assert drafter.commit(self.name, len(self.output), fresh)
         self.output = self.output + fresh
         self.tell_states(drafter)
 
-    def tell_states(self, drafter: ModelProposer) -> None:
+    def tell_states(self, drafter: Drafter) -> None:
         if drafter.traits.reads_features:
             end = len(self.prompt) + len(self.output) - 1
-            feed(drafter, self.slot, self.sent, self.states[self.sent : end])
+            drafter.add_features(self.name, self.sent, self.states[self.sent : end])
             self.sent = end
 
 
@@ -82,10 +94,10 @@ def requests_of(count: int, seed: int) -> list[Request]:
     ]
 
 
-def drafts(drafter: ModelProposer, slots: int) -> list[Any]:
-    """Tails and branches of all slots."""
-    found = [list(drafter.tails(np.array([slot])).rows()) for slot in range(slots)]
-    return [[tail for tail, *_ in found], [sorted(branches) for _, *branches in found]]
+def drafts(drafter: Drafter, slots: int) -> list[Any]:
+    """Tails and branches of all requests."""
+    names = [f"r{slot}" for slot in range(slots)]
+    return [[drafter.tail(name) for name in names], [sorted(branches_of(drafter, name)) for name in names]]
 
 
 @MAKERS
@@ -101,10 +113,10 @@ def test_a_burst_is_fetched_once_and_steps_are_captured_at_the_start(make: Any) 
     drafter.extend()
     launches, fetches = device.launches, device.fetches
     drafter.burst = LONGEST
-    assert sorted(drafter.extend().tolist()) == [0, 1, 2, 3, 4]
+    assert sorted(drafter.extend()) == [f"r{number}" for number in range(5)]
     assert (device.launches - launches, device.fetches - fetches) == (LONGEST, 1)
     assert drafter.drafted == LONGEST and drafter.rows_drafted == 5
-    assert drafter.tails(np.arange(5)).lengths.tolist() == [LONGEST + 1] * 5
+    assert [len(tail) for _, tail in drafts(drafter, 5)[0]] == [LONGEST + 1] * 5
     for request in requests:
         request.commit(drafter, [8])
         extend_fully(drafter)
@@ -136,7 +148,7 @@ def test_no_forward_is_eager_at_any_acceptance(
 
     copy = Captured.load
     monkeypatch.setattr(Captured, "load", load)
-    monkeypatch.setattr(captured, "_run", None)
+    monkeypatch.setattr(captured.proposer, "_run", None)
     for turn in range(12):
         for request, (_, tail) in zip(requests, drafts(plain, 6)[0], strict=True):
             right = (0, len(tail), rng.randint(0, len(tail)), len(tail) * (request.slot == 0))[turn % 4]
@@ -168,7 +180,7 @@ def test_padding_and_rows_that_are_done_write_to_no_page_of_a_chain(make: Any) -
     cache = drafter._cache
     drafter.burst = LONGEST
     (placed,) = drafter._placed.nonzero()
-    rows, before, lengths = drafter._rows[placed], cache._pools[0].clone(), cache.lengths.copy()
+    rows, before, lengths = drafter._cached[placed], cache._pools[0].clone(), cache.lengths.copy()
     while len(drafter.extend()):
         pass
     assert device.launches > 2 and len({int(n) for n in cache.lengths[rows] - lengths[rows]}) > 2
@@ -207,7 +219,7 @@ def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(ma
     device = FakeCapturer(most=most) if most else None
     plain, drafter = make(), make(capturer=device, max_batch=6)
 
-    def drafted(one: ModelProposer) -> list[Any]:
+    def drafted(one: Drafter) -> list[Any]:
         one.burst = 4
         for request in requests_of(5, 3):
             request.open(one)
@@ -226,7 +238,7 @@ def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(ma
     assert not len(drafter.extend()), "a loop that is idle asks it"
     drafter.wake()
     for slot in range(5):
-        drafter.close(slot, False)
+        drafter.close(f"r{slot}", False)
     assert drafted(drafter) == before
     if device is not None:
         fit = sum(tokens <= most for _, tokens in sizes(6, 512))
@@ -256,7 +268,9 @@ def test_a_dropped_drafter_holds_no_memory(make: Any) -> None:
     drafter, request = make(capturer=FakeCapturer(), max_batch=4), requests_of(1, 3)[0]
     request.open(drafter)
     extend_fully(drafter)
-    held = [weakref.ref(one) for one in (drafter, *drafter._cache._pools, drafter._bursts, drafter._bursts._buffer)]
+    held = [
+        weakref.ref(one) for one in (drafter.proposer, *drafter._cache._pools, drafter._bursts, drafter._bursts._buffer)
+    ]
     gc.collect()
     gc.disable()
     try:
@@ -282,14 +296,14 @@ def test_a_full_cache_gives_up_what_it_gives_up_token_by_token(make: Any, captur
     for end in range(2, 360, 12):
         extend_fully(drafter)
         for request in requests:
-            _, tail = next(iter(drafter.tails(np.array([request.slot], np.int32)).rows()))
+            _, tail = drafter.tail(request.name)
             assert len(tail) == WINDOW or not drafter._placed[request.slot]
             if drafter._placed[request.slot] or end < 200:
                 request.commit(drafter, [7 + end % 50] * 12)
         given_up = int((~drafter._placed[:3]).sum())
     assert given_up
     for request in requests:
-        drafter.close(request.slot, True)
+        drafter.close(request.name, True)
     scratch = drafter._bursts is not None
     assert drafter._cache.free_slots == drafter._cache.slots - 16 * scratch
 
@@ -320,7 +334,7 @@ def test_a_row_without_numbers_ends_in_the_middle_of_a_burst(make: Any, monkeypa
     drafter.burst = LONGEST
     extend_fully(drafter)
     assert drafter._placed.tolist()[:3] == [True, False, True]
-    assert drafter.judged.tolist() == [WINDOW, 0]
+    assert drafter.table.judged[0].tolist() == [WINDOW, 0]
     (wanted, _), (found, _) = drafts(plain, 3), drafts(drafter, 3)
     assert found[0] == wanted[0] and found[2] == wanted[2]
     kept = 0 if drafter.traits.reads_features else 3  # a head that gives up drops its tail
@@ -328,7 +342,7 @@ def test_a_row_without_numbers_ends_in_the_middle_of_a_burst(make: Any, monkeypa
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_turn_of_a_loop_is_a_burst_and_one_message(captured: bool) -> None:
+def test_a_turn_is_a_burst(captured: bool) -> None:
     class Timed(DraftModelProposer):
         """A token takes 10 ms."""
 
@@ -338,16 +352,18 @@ def test_a_turn_of_a_loop_is_a_burst_and_one_message(captured: bool) -> None:
             return changed
 
     clock, device = HandClock(), FakeCapturer() if captured else None
-    loop, told = loop_of(Timed(RaggedModel(load(), 4 << 20), capturer=device), clock=clock)
-    loop.deliver(news([opening(0, window=12)]))
-    while loop.run_once():
+    drafter = ByName(Timed(RaggedModel(load(), 4 << 20), capturer=device))
+    runner = DraftRunner("d", drafter.proposer, clock)
+    drafter.open("r", (1, 2, 3), (), SamplingParams(max_tokens=40), 12)
+    while len(runner.run(drafter.view, drafter.rows)):
         pass
-    assert [batch.lengths.tolist() for batch in told] == [[count] for count in range(1, 13)], "it runs by itself"
-    told.clear()
-    loop.deliver(news(commits=[(0, 0, [499])]))
-    assert [loop.take_turn(most) for most in (5, 20, 1)] == [5, 7, 0]
-    assert [batch.lengths.tolist() for batch in told] == [[5], [12]]
-    assert [batch.token_s for batch in told] == pytest.approx([0.01] * 2)
+    assert len(drafter.tail("r")[1]) == 12 and clock.seconds == pytest.approx(0.12)
+    drafter.commit("r", 0, [499])
+    drafted = []
+    for most in (5, 20, 1):
+        drafted.append((len(runner.run(drafter.view, drafter.rows, most)), len(drafter.tail("r")[1])))
+    assert drafted == [(1, 5), (1, 12), (0, 12)]
+    assert runner.token_s == pytest.approx(0.01)
 
 
 @MAKERS

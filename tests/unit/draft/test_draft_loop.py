@@ -12,9 +12,10 @@ import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import ENOUGH, DraftLoop, Health, checksum
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.runner import ENOUGH, Health, checksum
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.link import Link, direct_sender
@@ -85,10 +86,9 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
         pass
     assert budgets[0] == 0 < budgets[-1], "the price of a forward is known"
     for start in range(20):
-        bases, lengths, tokens, counts = loop.proposer.tails(np.arange(2, dtype=np.int32))
-        firsts = np.cumsum(counts) - counts
-        assert bases[firsts].tolist() == [start, start] and lengths[firsts].tolist() == [6, 6]
-        wrong = ((tokens[(np.cumsum(lengths) - lengths)[firsts]] + 1) % 500).tolist()
+        table, ours = loop.requests.table, np.arange(2, dtype=np.int32)
+        assert table.committed[ours].tolist() == [start] * 2 and table.length[0, ours, 0].tolist() == [6] * 2
+        wrong = ((table.tail[0, ours, 0, 0] + 1) % 500).tolist()
         loop.deliver(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]))
         end = len(rows) + 100
         while loop.run_once():
@@ -106,39 +106,33 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
 
 
 class Picky(RowProposer):
-    """Repeats the last token. What it is to do for the request `bad` fails, where `fails` names it."""
+    """Repeats the last token. What it does for the request `bad` fails, where `fails` names it."""
 
     method, vocab_size = "picky", None
-    traits = Traits(looks_up=True, reads_features=True)
+    traits = Traits(looks_up=True, reads_features=True, keeps_history=True)
 
-    def __init__(self, fails: str) -> None:
+    def __init__(self, fails: str = "") -> None:
         super().__init__(8)
         self._fails = fails
 
-    def _break(self, what: str, slot: int) -> None:
-        if (what, self.request_ids.get(slot)) == (self._fails, "bad"):
+    def _break(self, what: str, request_id: str) -> None:
+        if (what, request_id) == (self._fails, "bad"):
             raise RuntimeError("a proposer's bug")
 
-    def open(self, slot: int, *arguments: Any) -> None:
-        super().open(slot, *arguments)
-        self._break("open", slot)
+    def add_features(self, rows: np.ndarray, *states: Any) -> None:
+        for row in rows.tolist():
+            self._break("features", self.view.request_id(row))
 
-    def commit(self, slots: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-        for slot in slots.tolist():
-            self._break("commit", slot)
-        return super().commit(slots, *arrays)[self._fails == "answer" :]
-
-    def add_features(self, slots: np.ndarray, *states: Any) -> None:
-        for slot in slots.tolist():
-            self._break("features", slot)
-
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+    def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        self._break("guess", self.view.request_id(row))
         return [int([*prompt, *output][-1])] * room
 
-    def close(self, slot: int, finished: bool) -> None:
-        if finished:
-            self._break("close", slot)
-        super().close(slot, finished)
+    def learn(self, outputs: Any) -> None:
+        for one in outputs:
+            self._break("learn", one.request_id)
+
+    def forget_history(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("traits", [Traits(), Traits(checkpoint=Checkpoint.MODEL)], ids=["lookup", "model"])
@@ -146,7 +140,7 @@ class Picky(RowProposer):
 def test_an_alarm_is_raised_while_weights_are_never_right(
     right: bool, traits: Traits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proposer = Picky("")
+    proposer = Picky()
     proposer.traits = replace(traits, looks_up=True)
     loop, told = loop_of(proposer)
     loop.deliver(news([opening(0, window=1, max_tokens=ENOUGH + 1)]))
@@ -197,34 +191,33 @@ def open_at(loop: DraftLoop) -> int:
     return int(loop.snapshot()["open_requests"])
 
 
-@pytest.mark.parametrize(("fails", "lost"), [("open", True), ("commit", True), ("features", True), ("close", False)])
-def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("fails", "lost"), [("guess", 0), ("learn", 0), ("features", 2)])
+def test_what_fails_costs_a_guess_or_a_new_beginning(fails: str, lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A guess and an output fail alone; after any other error the proposer's state is unknown, so it begins anew."""
     loop, told = loop_of(Picky(fails))
     ones = np.ones(2, np.int32)
     states = States(np.arange(2, dtype=np.int32), 5 * ones, ones, np.zeros((2, 2), np.float32))
     hear(loop, news([opening(0, "good"), opening(1, "bad")]))
     hear(loop, news(commits=[(0, 0, [2]), (1, 0, [2])], states=states))
-    assert loop.snapshot()["open_requests"] == (1 if lost else 2)
-    hear(loop, news(closed=[(1, True)]))
-    assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(FIRST).bases.tolist() == [1]
-    asked = {handle for batch in told for handle in batch.lost}
-    assert asked == ({(1, 1)} if lost else set()) and loop.snapshot()["failures"] == 1
-    assert "request bad has failed" in caplog.text
+    assert loop.snapshot()["open_requests"] == 2 - lost
+    assert {handle for batch in told for handle in batch.lost} == ({(0, 1), (1, 1)} if lost else set())
+    hear(loop, news([replace(opening(0, "good"), committed_token_ids=(2,))] if lost else [], closed=[(1, True)]))
+    assert loop.snapshot()["open_requests"] == 1 and loop.requests.view.tail(0).tolist() == [2] * 4
+    assert loop.snapshot()["failures"] == (2 if fails == "guess" else 1) and "a proposer's bug" in caplog.text
 
 
-def test_an_answer_that_does_not_fit_costs_the_requests_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
-    loop, told = loop_of(Picky("answer"))
-    loop.deliver(news([opening(0), opening(1)]))
-    loop.deliver(news(commits=[(0, 0, [2]), (1, 0, [2])]))
-    assert open_at(loop) == 0 and loop.snapshot()["failures"] == 2
-    assert told[-1].lost == ((0, 1), (1, 1))
-    assert "1 commits were answered by an array of shape (0,)" in caplog.text
+def test_a_message_that_cannot_be_applied_costs_itself(caplog: pytest.LogCaptureFixture) -> None:
+    loop, told = loop_of(Picky())
+    loop.deliver(news([replace(opening(0, "bad"), prompt_token_ids=())]))
+    loop.deliver(news([replace(opening(1, "huge"), prompt_token_ids=(1, 2**40))]))
+    loop.deliver(news([opening(2, "good")]))
+    assert open_at(loop) == 1 and told[-1].rows.tolist() == [2] and loop.snapshot()["failures"] == 2
 
 
-def test_reported_slots_that_are_not_open_are_passed_over() -> None:
+def test_reported_rows_that_are_not_open_are_passed_over() -> None:
     class Confused(NgramProposer):
         def extend(self) -> np.ndarray:
-            return np.concatenate([super().extend(), [1, 10**6, -1]])
+            return np.concatenate([super().extend(), [1, 10**6, -1]]).astype(np.int32)
 
     loop, told = loop_of(Confused(1, 4, 100, 8))
     hear(loop, news([opening(0), opening(1)], closed=[(1, True)]))
@@ -244,7 +237,8 @@ def test_a_method_that_leaves_its_process_loses_its_requests_and_the_loop_goes_o
     loop, _ = loop_of(Leaves(1, 4, 100, 8))
     for _ in range(12):
         loop.deliver(news([opening(0, "a")]))
-        assert not loop.run_guarded() and loop.snapshot()["open_requests"] == 0
+        loop.run_once()
+        assert loop.snapshot()["open_requests"] == 0
     assert loop.snapshot()["failures"] == 12
     assert caplog.text.count("Traceback") == 1 and "10 failures with" in caplog.text
 

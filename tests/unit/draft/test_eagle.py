@@ -207,8 +207,10 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
     first, second = Sequence(0, 0.0), Sequence(1, 0.0)
     for request in (first, second):
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    drafter.add_features(first.name, 0, states_of(50, 0, width=64))
     with pytest.raises(ValueError, match="the head reads 192"):
-        drafter.add_features(first.name, 0, states_of(50, 0, width=64))
+        drafter.extend()
+    drafter.view.states.clear()
     assert drafter.commit(second.name, 0, [9])
     assert drafter.commit(first.name, 0, [9] * drafter.max_len)
     drafter.add_features(first.name, 0, first.states)

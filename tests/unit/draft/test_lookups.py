@@ -220,7 +220,7 @@ def follower(method: Any, low: int, high: int, kept: int, factor: float, floor: 
 
 
 tokens = st.integers(0, 2)
-prompts = st.lists(tokens, max_size=10).map(tuple)
+prompts = st.lists(tokens, min_size=1, max_size=10).map(tuple)
 kinds = [
     "open", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
 ]  # fmt: skip
@@ -239,17 +239,17 @@ operations = st.lists(
 @given(
     low=st.integers(1, 3), extra=st.integers(0, 4), kept=st.sampled_from([0, 1, 12, 40, 4000]),
     factor=st.sampled_from([1.0, 2.5]), floor=st.sampled_from([0.0, 0.15]),
-    known_prompts=st.lists(prompts, min_size=1, max_size=2), sequence=operations,
+    window=st.integers(0, 6), known_prompts=st.lists(prompts, min_size=1, max_size=2), sequence=operations,
 )  # fmt: skip
 def test_tails_are_those_of_the_rule(
-    method: Any, low: int, extra: int, kept: int, factor: float, floor: float,
+    method: Any, low: int, extra: int, kept: int, factor: float, floor: float, window: int,
     known_prompts: list[tuple[int, ...]], sequence: list[Any],
 ) -> None:  # fmt: skip
     f = follower(method, low, low + extra, kept, factor, floor)
     for kind, name, number, ids, which in sequence:
         if kind == "open":
             prompt = known_prompts[which % len(known_prompts)]
-            f.open(name, prompt, list(ids), SamplingParams(max_tokens=14), number)
+            f.open(name, prompt, list(ids), SamplingParams(max_tokens=14), window)
         elif kind == "extend":
             f.extend()
         elif kind in ("close", "stop"):

@@ -17,6 +17,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.messages import FinishedOutput
+from tests.by_name import ByName
 from tests.fakes.loops import EAGLE_LAYERS, Bench, truth_of
 from tests.fakes.own_proposers import Learner
 from tests.tiny import tiny_draft, tiny_target
@@ -53,9 +54,10 @@ both = pytest.mark.parametrize("mode", ["coupled", "decoupled"])
 
 
 @both
-def test_a_lookup_of_ones_own_is_driven_as_a_lookup(mode: str) -> None:
+@pytest.mark.parametrize("name", ["Lookup", "OfTable"])
+def test_a_lookup_of_ones_own_is_driven_as_a_lookup(name: str, mode: str) -> None:
     """Inside the verifier in every mode, and without a measurement of its time."""
-    with driven("Lookup", mode) as (_, bench):
+    with driven(name, mode) as (_, bench):
         assert bench.verifier.metrics.accepted_tokens
         assert bench.verifier.snapshot()["inline"]["own"]["token_s"] == 0.0
 
@@ -64,7 +66,7 @@ def test_a_lookup_of_ones_own_is_driven_as_a_lookup(mode: str) -> None:
 def test_one_that_keeps_history_is_told_outputs_to_their_ends_and_forgets(mode: str) -> None:
     with driven("Learner", mode) as (learner, bench):
         assert sorted(learner.learned) == sorted(truth_of(requests(4, 0.0)).values())
-        (bench.verifier if mode == "coupled" else bench.drafts["own"]).forget_history().result(120)
+        (bench.drafts.get("own") or bench.verifier).forget_history().result(120)
         assert not learner.learned
 
 
@@ -84,10 +86,11 @@ def test_a_model_of_ones_own_is_made_with_its_checkpoint() -> None:
 
 def test_finished_outputs_come_from_requests_without_a_place_and_from_other_verifiers_too() -> None:
     learner = Learner(DrafterConfig(method=own("Learner"), max_batch=1))
-    for slot in range(3):
-        learner.open(slot, f"r{slot}", [7], [slot, slot], SamplingParams(), 4)
-    for slot, finished in ((0, True), (1, True), (1, True), (2, False)):
-        learner.close(slot, finished)
+    requests = ByName(learner)
+    for number in range(3):
+        requests.open(f"r{number}", [7], [number, number], SamplingParams(), 4)
+    for number, finished in ((0, True), (1, True), (1, True), (2, False)):
+        requests.close(f"r{number}", finished)
     learner.learn([FinishedOutput("other", (7,), np.array([9], np.int32))])
     assert learner.learned == [[0, 0], [1, 1], [9]]
 
@@ -122,7 +125,7 @@ def test_a_section_that_contradicts_the_class_is_refused(section: dict[str, Any]
     ("name", "message"),
     [
         ("Nameless", "Nameless is made without method. Fix: set method"),
-        ("Hollow", r"Hollow is made without mirrors. Fix: .*super\(\).__init__\(\)"),
+        ("Hollow", r"Hollow is made without branches. Fix: .*super\(\).__init__\(\)"),
         ("Broken", r"Broken cannot be made: RuntimeError: .*no luck.*Fix: mend"),
         ("Nothing", r"Nothing cannot be made: TypeError: .*returned None.*Fix: mend"),
     ],

@@ -13,12 +13,13 @@ import pytest
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
-from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.draft.slots import RowProposer, SlotProposer
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.runner import DraftRunner
+from specactor_ray.draft.slots import RowProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
-from tests.by_name import feed
+from tests.by_name import ByName
 from tests.fakes import own_proposers as own
 from tests.fakes.loops import eagle, ragged
 from tests.number_text import HashedText
@@ -58,7 +59,6 @@ class Request:
     def __init__(self, rng: random.Random) -> None:
         self.prompt = [rng.randrange(4) for _ in range(rng.randint(1, 12))]
         self.committed = [rng.randrange(4) for _ in range(rng.choice([0, 0, 3]))]
-        self.window = rng.randint(0, 6)
         self.sent = 0
         self.answered = False
 
@@ -70,49 +70,49 @@ class Request:
 class Driver:
     """Drives a proposer and compares it with a list of requests after every call."""
 
-    def __init__(self, proposer: Proposer, seed: int) -> None:
-        self.proposer, self.rng = proposer, random.Random(seed)
-        self.requests: dict[int, Request] = {}
+    def __init__(self, proposer: Proposer, seed: int, window: int | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.window = self.rng.randint(1, 6) if window is None else window
+        self.proposer, self.by_name = proposer, ByName(proposer, self.window)
+        self.requests: dict[str, Request] = {}
         self.guessed = 0
 
-    def open(self, slot: int) -> None:
-        request = self.requests[slot] = Request(self.rng)
-        sampling = SamplingParams(self.rng.choice([0.0, 1.0]), max_tokens=MAX_TOKENS, seed=slot)
-        self.proposer.open(slot, str(slot), request.prompt, request.committed, sampling, request.window)
-        self.feed(slot)
-        assert self.tails()[slot] == []
+    def open(self, name: str) -> None:
+        request = self.requests[name] = Request(self.rng)
+        sampling = SamplingParams(self.rng.choice([0.0, 1.0]), max_tokens=MAX_TOKENS, seed=int(name))
+        self.by_name.open(name, request.prompt, request.committed, sampling, self.window)
+        self.feed(name)
+        assert self.tails()[name] == []
 
-    def close(self, slot: int, finished: bool) -> None:
-        self.requests.pop(slot, None)
-        self.proposer.close(slot, finished)
+    def close(self, name: str, finished: bool) -> None:
+        self.requests.pop(name, None)
+        self.by_name.close(name, finished)
 
-    def feed(self, slot: int) -> None:
+    def feed(self, name: str) -> None:
         if self.proposer.traits.reads_features:
-            feed(self.proposer, slot, *self.requests[slot].states())
+            self.by_name.add_features(name, *self.requests[name].states())
 
-    def tails(self) -> dict[int, list[int]]:
-        """Of all open slots, in any order, after a look at their form."""
-        slots = self.rng.sample(sorted(self.requests), len(self.requests))
-        found = self.proposer.tails(np.array(slots, np.int32))
-        assert {array.dtype for array in found} == {np.dtype(np.int32)}
-        assert found.lengths.sum() == len(found.tokens)
-        assert not len(found.tokens) or 0 <= found.tokens.min() <= found.tokens.max() < (
-            self.proposer.vocab_size or 2**31
-        )
-        tails = {}
-        for slot, (base, tail) in zip(slots, found.rows(), strict=True):
-            assert base == len(self.requests[slot].committed) and len(tail) <= self.requests[slot].window
-            tails[slot] = tail
+    def tails(self) -> dict[str, list[int]]:
+        """Of all requests, after a look at their form."""
+        table, tails = self.by_name.table, {}
+        for name, request in self.requests.items():
+            counts, lengths, tokens = table.tails(0, np.array([self.by_name.slots[name]], np.int32))
+            assert counts[0] == len(lengths) and lengths.sum() == len(tokens) and lengths.max() <= self.window
+            assert not len(tokens) or 0 <= tokens.min() <= tokens.max() < (self.proposer.vocab_size or 2**31)
+            base, tail = self.by_name.tail(name)
+            assert base == len(request.committed) and len(tail) == lengths[0]
+            tails[name] = list(tail)
         return tails
 
-    def extend(self) -> list[int]:
-        changed = self.proposer.extend()
+    def extend(self) -> list[str]:
+        changed = self.by_name.propose()
         assert changed.dtype == np.int32 and changed.ndim == 1
-        assert len(set(changed.tolist())) == len(changed) and set(changed.tolist()) <= self.requests.keys()
-        for slot in changed.tolist():
-            self.requests[slot].answered = True
+        names = [self.by_name.table.requests[row].request_id for row in changed.tolist()]
+        assert len(set(names)) == len(changed) and set(names) <= self.requests.keys()
+        for name in names:
+            self.requests[name].answered = True
         self.guessed += sum(map(len, self.tails().values()))
-        return changed.tolist()
+        return names
 
     def rest(self) -> None:
         """Until nothing is left to do; then everything has been answered."""
@@ -122,43 +122,34 @@ class Driver:
                 return
         raise AssertionError("extend never came to rest")
 
-    def commit(self, slots: list[int]) -> None:
-        """One call for all: new, repeated, late, overlapping and gapped commits, of closed slots too."""
-        before, commits, expected, fresh = self.tails(), [], [], dict[int, list[int]]()
-        for slot in slots:
-            request = self.requests.get(slot)
+    def commit(self, names: list[str]) -> None:
+        """New, repeated, late, overlapping and gapped commits, of closed requests too."""
+        for name in names:
+            request, before = self.requests.get(name), self.tails()
             if request is None:
-                commits.append((slot, self.rng.randrange(3), [1, 2]))
-                expected.append(False)
+                assert not self.by_name.commit(name, self.rng.randrange(3), [1, 2])
                 continue
             base, kind = len(request.committed), self.rng.choice(["new", "new", "new", "late", "gap", "other"])
+            fresh: list[int] = []
             if kind == "other" and base:  # it contradicts the last token
-                commits.append((slot, base - 1, [request.committed[-1] + 1, 1]))
+                assert not self.by_name.commit(name, base - 1, [request.committed[-1] + 1, 1])
             elif kind in ("gap", "other"):
-                commits.append((slot, base + self.rng.randint(1, 5), [1]))
+                assert not self.by_name.commit(name, base + self.rng.randint(1, 5), [1])
             elif kind == "late":
                 start = self.rng.randint(0, base)
-                commits.append((slot, start, request.committed[start : self.rng.randint(start, base)]))
+                assert self.by_name.commit(name, start, request.committed[start : self.rng.randint(start, base)])
             else:
-                right = before[slot][: self.rng.randint(0, len(before[slot]))]
+                right = before[name][: self.rng.randint(0, len(before[name]))]
                 wrong = [self.rng.randrange(4) for _ in range(self.rng.randint(0, 2))]
-                fresh[slot] = (right + wrong)[: MAX_TOKENS - base]
+                fresh = (right + wrong)[: MAX_TOKENS - base]
                 start = self.rng.randint(max(base - 3, 0), base)
-                commits.append((slot, start, request.committed[start:] + fresh[slot]))
-            expected.append(kind not in ("gap", "other"))
-        assert self.proposer.commit(*packed(commits)).tolist() == expected
-        for slot, tokens in fresh.items():
-            self.requests[slot].committed += tokens
-            self.requests[slot].answered &= not tokens
-        self.compare_tails(before, fresh)
-        for slot in fresh:
-            self.feed(slot)
-
-    def compare_tails(self, before: dict[int, list[int]], fresh: dict[int, list[int]]) -> None:
-        for slot, tail in self.tails().items():
-            old, new = before[slot], fresh.get(slot, [])
-            agrees = old[: len(new)] == new[: len(old)]
-            assert tail == (old[len(new) :] if agrees else [])
+                assert self.by_name.commit(name, start, request.committed[start:] + fresh)
+                request.committed += fresh
+                request.answered &= not fresh
+            old = before[name]
+            agrees = old[: len(fresh)] == fresh[: len(old)]
+            assert self.tails() == {**before, name: old[len(fresh) :] if agrees else []}
+            self.feed(name)
 
 
 def run(name: str, work: Callable[[Proposer], None]) -> None:
@@ -177,27 +168,27 @@ def run(name: str, work: Callable[[Proposer], None]) -> None:
 def test_whatever_comes_tails_follow_what_is_committed(name: str, seed: int) -> None:
     def work(proposer: Proposer) -> None:
         driver = Driver(proposer, seed)
-        rng = driver.rng
+        rng, names = driver.rng, list(map(str, range(8)))
         for _ in range(60):
-            slot = rng.randrange(8)
+            one = rng.choice(names)
             match rng.choice(["open", "open", "close", "commit", "commit", "commit", "extend", "extend", "rest"]):
                 case "open":
-                    driver.open(slot)
+                    driver.open(one)
                 case "close":
-                    driver.close(slot, rng.random() < 0.5)
+                    driver.close(one, rng.random() < 0.5)
                 case "commit":
-                    driver.commit(rng.sample(range(8), rng.randint(1, 8)))
+                    driver.commit(rng.sample(names, rng.randint(1, 8)))
                 case "extend":
                     driver.extend()
                 case "rest":
                     driver.rest()
         driver.rest()
         assert driver.guessed > 10, "nothing is compared with nothing"
-        for slot in rng.sample(range(8), 8):
-            driver.close(slot, finished=True)
+        for one in rng.sample(names, 8):
+            driver.close(one, finished=True)
             driver.rest()
-        assert not len(proposer.commit(*packed([]))) and not len(proposer.tails(np.zeros(0, np.int32)).tokens)
-        driver.open(3)
+        assert not len(driver.by_name.propose())
+        driver.open("3")
         driver.rest()
 
     run(name, work)
@@ -206,22 +197,21 @@ def test_whatever_comes_tails_follow_what_is_committed(name: str, seed: int) -> 
 @every
 def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: str) -> None:
     def work(proposer: Any) -> None:
-        if not isinstance(proposer, SlotProposer):
-            return
         proposer._places = 1
-        driver = Driver(proposer, 5)
-        for slot in range(3):
-            driver.open(slot)
-            driver.requests[slot].window = 6
+        driver = Driver(proposer, 5, window=6)
+        for one in "012":
+            driver.open(one)
         driver.rest()
         assert proposer._placed.tolist()[:3] == [True, False, False]
-        driver.close(0, finished=True)
-        for slot in (2, 1):
-            taken = proposer.commit(*packed([(slot, len(driver.requests[slot].committed), [1])]))
-            assert taken.tolist() == [slot == 1 or not proposer.traits.reads_features or name == "own reader"]
+        driver.close("0", finished=True)
+        for one in "21":
+            taken = driver.by_name.commit(one, len(driver.requests[one].committed), [1])
+            assert taken == (one == "1" or not proposer.traits.reads_features)
+            driver.requests[one].committed.append(1)
+            driver.rest()
         assert proposer._placed.tolist()[:3] == [False, False, True] and proposer._places == 0
-        for slot in (1, 2):
-            driver.close(slot, finished=False)
+        for one in "12":
+            driver.close(one, finished=False)
         assert proposer._places == 1
         if isinstance(proposer, ModelProposer):
             assert proposer._cache.free_slots == proposer._cache.slots, "cache was leaked"
@@ -230,19 +220,24 @@ def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: st
 
 
 @every
-def test_a_request_that_cannot_be_opened_leaves_its_slot_free(name: str) -> None:
-    def work(proposer: Proposer) -> None:
-        if not isinstance(proposer, SlotProposer):
-            return
-        driver = Driver(proposer, 2)
-        driver.open(0)
-        with pytest.raises(OverflowError):
-            proposer.open(1, "1", [1, 2**40], [], SamplingParams(), 4)
-        driver.close(1, finished=True)
+def test_after_an_error_a_proposer_begins_anew(name: str) -> None:
+    def work(proposer: Any) -> None:
+        driver, extend = Driver(proposer, 2), proposer.extend
+        driver.open("0")
         driver.rest()
-        driver.open(1)
-        driver.commit([0, 1])
+        proposer.extend = None
+        runner = DraftRunner("d", proposer)
+        assert not len(runner.run(driver.by_name.view, driver.by_name.rows)) and len(runner.failures) == 1
+        assert driver.by_name.view.lost == {0} and not driver.tails()["0"]
+        driver.by_name.view.lost.clear()
+        proposer.extend, driver.requests["0"].sent = extend, 0
+        driver.feed("0")
+        driver.open("1")
+        driver.commit(["0", "1"])
         driver.rest()
+        for one in "01":
+            driver.close(one, finished=True)
+        assert proposer._places == 64
 
     run(name, work)
 
@@ -254,12 +249,12 @@ def test_a_guess_that_makes_no_sense_is_none_and_costs_the_others_nothing(
     class Own(RowProposer):
         method, vocab_size = "own", None
 
-        def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
-            return guess if slot == 1 else [7] * 99
+        def guess(self, row: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
+            return guess if row == 1 else [7] * 99
 
-    proposer = Own()
-    for slot in range(3):
-        proposer.open(slot, f"r{slot}", [1], [], SamplingParams(), 4)
-    assert proposer.extend().tolist() == [0, 1, 2]
-    assert proposer.tails(np.arange(3, dtype=np.int32)).lengths.tolist() == [4, 0, 4]
-    assert not len(proposer.extend()) and "no draft for request r1" in caplog.text
+    drafter = ByName(Own(), 4)
+    for number in range(3):
+        drafter.open(f"r{number}", [1], [], SamplingParams(), 4)
+    assert drafter.extend() == ["r0", "r1", "r2"]
+    assert [len(drafter.tail(f"r{number}")[1]) for number in range(3)] == [4, 0, 4]
+    assert not drafter.extend() and "no draft for request r1" in caplog.text

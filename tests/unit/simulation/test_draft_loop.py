@@ -17,7 +17,7 @@ class Broken(SimulatedProposer):
 
     def extend(self) -> np.ndarray:
         self._clock.work(0.1)
-        if self.samplings:
+        if self._generations.any():
             raise RuntimeError("CUDA error")
         return np.zeros(0, np.int32)
 

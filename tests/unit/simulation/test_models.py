@@ -24,6 +24,7 @@ from specactor_ray.simulation.text import (
 from specactor_ray.simulation.world import DraftTime, LinearTime, World
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from tests.by_name import ByName
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200
@@ -211,15 +212,14 @@ class Time:
 class Drafting:
     """A proposer with one request, of the seed 1 and a window of 4, on a kernel of its own."""
 
-    slot = np.zeros(1, np.int32)
-
     def __init__(self, time: DraftTime, accuracy: float, prompt: int = 2, branches: int = 0) -> None:
         text, sampling = GeneratedText({1: 400}, [skill(accuracy)]), SamplingParams(max_tokens=400, seed=1)
         self.truth = text.output(sampling, 0).astype(np.int32)
         self.clock = VirtualClock(Kernel(0), Process("d"))
         world = World(text, drafting={"m": time})
         self.proposer = SimulatedProposer("m", self.clock, world, branches=branches)
-        self.proposer.open(0, "1", tuple(range(prompt)), (), sampling, window=4)
+        self.requests = ByName(self.proposer, 4)
+        self.requests.open("1", tuple(range(prompt)), (), sampling, window=4)
 
     def run(self, script: Callable[[], Any]) -> float:
         self.clock.spawn(script, "script")
@@ -229,10 +229,10 @@ class Drafting:
 
     def extend(self, rounds: int) -> None:
         for _ in range(rounds):
-            self.proposer.extend()
+            self.requests.extend()
 
     def tail(self) -> np.ndarray:
-        return self.proposer.tails(self.slot).tokens
+        return np.array(self.requests.tail("1")[1], np.int32)
 
 
 class TestDrafters:
@@ -272,7 +272,7 @@ class TestDrafters:
                 tail = one.tail()
                 agreed = int(np.cumprod(tail == one.truth[known : known + len(tail)]).sum())
                 tokens = one.truth[known : known + agreed + 1]
-                one.proposer.commit(one.slot, one.slot + known, one.slot + agreed + 1, tokens)
+                one.requests.commit("1", known, tokens.tolist())
                 known += agreed + 1
                 misses += agreed < len(tail)
                 kept += agreed < len(tail) and len(one.tail()) > 0
@@ -288,7 +288,7 @@ class TestDrafters:
 
         def play() -> None:
             one.extend(4)
-            one.proposer.commit(one.slot, one.slot, one.slot + 5, one.truth[:5])
+            one.requests.commit("1", 0, one.truth[:5].tolist())
             one.extend(2)
 
         assert one.run(play) == 6 * 0.125 + 2 * 0.5

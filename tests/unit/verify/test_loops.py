@@ -15,14 +15,13 @@ import torch
 
 from specactor_ray.config.schema import RaceName, VerifyPolicy
 from specactor_ray.core.step_cost import StepCost
-from specactor_ray.draft import loop as draft_loop
-from specactor_ray.draft import model
+from specactor_ray.draft import model, runner
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.runner import checksum
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
 from specactor_ray.transport import inbox
@@ -186,7 +185,7 @@ def test_branches_change_no_token(
         def curve(self, num_rows: int, most: int) -> np.ndarray:
             return np.ones(most + 1)
 
-    monkeypatch.setattr(draft_loop, "StepCost", Free)
+    monkeypatch.setattr(runner, "StepCost", Free)
     drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
     batch, faults = requests(8, temperature), None if inline else random.Random(3)
     bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)
@@ -207,7 +206,7 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     batch = requests(10, 1.0)
     drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
     bench = Bench(drafters, layout == "inline", hosts_lookups=layout == "lookups", verify=VerifyPolicy.auto)
-    snapshot, lookup = decoded(bench, batch, times=2, lossy=False), bench.drafts["ngram-0"].snapshot()
+    snapshot, lookup = decoded(bench, batch, times=2, lossy=False), bench.drafter("ngram-0").snapshot()
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
     # In a loop of its own it is a matter of time how much has arrived.
     least = snapshot["committed_tokens"] / 2 if layout == "inline" else 0
@@ -220,7 +219,7 @@ def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.Mon
     monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: next(turns))
     batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)
     bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
-    verifier, twin = decoded(bench, batch), bench.drafts["twin"].snapshot()
+    verifier, twin = decoded(bench, batch), bench.drafter("twin").snapshot()
     assert (twin["opens"], twin["resyncs"]) == (len(batch), 0)
     assert verifier["accepted_tokens"] > 50
 
@@ -255,9 +254,9 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
             super().add_features(slots, starts, *states)
 
         def extend(self) -> np.ndarray:
-            for slot in self.request_ids:
+            for row in np.flatnonzero(self._generations).tolist():
                 self.steps += 1
-                self.behind += self._origins[slot] > 1 or self._received[slot] != self.mirrors.known[slot] - 1
+                self.behind += self._origins[row] > 1 or self._received[row] != self._known[row] - 1
             return super().extend()
 
     head, batch = eagle(Reader), requests(10, 1.0)
@@ -272,12 +271,12 @@ def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool
     class Pupil(EagleProposer):
         commits = 0
 
-        def commit(self, *arrays: np.ndarray) -> np.ndarray:
+        def _advance(self, *arrays: np.ndarray) -> None:
             self.commits += 1
             if self.commits % 3 == 0:
                 weights = {name: torch.randn_like(tensor) for name, tensor in good.items()}
                 self.load_weights(self.commits, weights if self.commits % 9 == 0 else good)
-            return super().commit(*arrays)
+            super()._advance(*arrays)
 
     good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
     heads = {f"eagle-{number}": eagle(Pupil) for number in range(2)}

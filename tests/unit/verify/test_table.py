@@ -290,6 +290,7 @@ def test_every_array_of_rows_grows() -> None:
     rows = len(table.generation)
     assert {name for name, array in arrays.items() if rows not in array.shape} == {
         "method",
+        "judged",
         "counts",
         "reached",
         "eos_token_ids",
