@@ -10,7 +10,7 @@ import numpy as np
 from specactor_ray.core.ragged import common_prefix
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.draft.rows import BatchProposer
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.table.view import TableView
@@ -54,7 +54,7 @@ class ByName:
 
     def follow(self) -> None:
         """Let the proposer take what has happened, as at the beginning of a call."""
-        if isinstance(self.proposer, SlotProposer):
+        if isinstance(self.proposer, BatchProposer):
             self.proposer.view = self.view
             self.proposer._follow(self.rows)
 

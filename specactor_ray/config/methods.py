@@ -120,7 +120,7 @@ def _check(found: Any, method: str, key: str) -> None:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing or not any(base.__module__ == "specactor_ray.draft.proposer" for base in bases):
         lacks = f"it lacks {', '.join(missing)}" if missing else f"{clipped(found)} is not derived from it"
-        fix = "derive it from specactor_ray.draft.slots.RowProposer."
+        fix = "derive it from specactor_ray.draft.rows.RowProposer."
         raise ConfigError(key, f"{method} is no proposer: {lacks}.", fix)
     if not isinstance(found.traits, Traits):
         problem = f"{method}.traits is {clipped(found.traits)}."

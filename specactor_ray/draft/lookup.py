@@ -4,7 +4,7 @@ Let `text` be prompt, committed output and tail, and `known` its part without th
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
 of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
 at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
-one without a guess. Tails never enter an index. Other lookups derive from `RowProposer` (`draft/slots.py`). See
+one without a guess. Tails never enter an index. Other lookups derive from `RowProposer` (`draft/rows.py`). See
 docs/design/suffix-drafter.md.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft import _lookup_kernels as kernels
-from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.draft.rows import BatchProposer
 from specactor_ray.transport.messages import FinishedOutput
 
 
@@ -53,7 +53,7 @@ class TokenLog:
         return last
 
 
-class LookupProposer(SlotProposer):
+class LookupProposer(BatchProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
@@ -68,7 +68,7 @@ class LookupProposer(SlotProposer):
     """Default of `history_tokens`."""
     length_factor, min_probability = 0.0, 0.0
     """Most draft tokens per matched token (0: no limit); least estimated chance that a whole draft is right."""
-    _by_row = (*SlotProposer._by_row, "_indexed", "_groups", "_lasts", "_written")
+    _by_row = (*BatchProposer._by_row, "_indexed", "_groups", "_lasts", "_written")
 
     def __init__(
         self, min_match: int = 2, max_match: int = 8, history_tokens: int | None = None, max_batch: int = 64

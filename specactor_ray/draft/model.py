@@ -19,7 +19,7 @@ from specactor_ray.core.ragged import places
 from specactor_ray.draft.burst import LONGEST, Bursts, Runner
 from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
 from specactor_ray.draft.proposer import STEP_TOKENS
-from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.draft.rows import BatchProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.captured import CudaCapturer, capturer_for
 from specactor_ray.models.layers import sleep, wake
@@ -36,13 +36,13 @@ _READ_PER_TOKEN = 8
 again, it has read no more than this for each token that it got."""
 
 
-class ModelProposer(SlotProposer):
+class ModelProposer(BatchProposer):
     """Drafts by forwards of several requests: cache rows of the requests, the loop over forwards, sampling.
 
     It owns the `runner`. `capturer`: of bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
-    _by_row = (*SlotProposer._by_row, "_origins")
+    _by_row = (*BatchProposer._by_row, "_origins")
 
     def __init__(
         self,

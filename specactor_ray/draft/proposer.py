@@ -1,7 +1,7 @@
 """The proposer: a plain class that drafts ahead of the last known commits of its requests.
 
 It uses no Ray, no clock and no network; `draft/runner.py` calls it. A proposer that drafts for one request at a time
-derives from `RowProposer` (`draft/slots.py`). Traits and the list of built-in methods are in `config/methods.py`.
+derives from `RowProposer` (`draft/rows.py`). Traits and the list of built-in methods are in `config/methods.py`.
 Drafts never change a sampled token.
 """
 
@@ -104,7 +104,7 @@ class Proposer(abc.ABC):
     ) -> None:
         """Take hidden states of consecutive sequence positions, before the guesses of a call: int32 `(n,)` each, and a
         tensor `(sum(lengths), layers * hidden)`, row by row, of a hosted proposer on the target's device. They may
-        overlap or leave gaps. `SlotProposer` calls it, with the trait `reads_features`."""
+        overlap or leave gaps. `BatchProposer` calls it, with the trait `reads_features`."""
 
     def sleep(self) -> None:  # noqa: B027
         """Free what takes memory of a device, until `wake`; all requests have ended. Default: nothing."""

@@ -10,7 +10,7 @@ import numpy as np
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
-from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.draft.rows import BatchProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
@@ -20,7 +20,7 @@ _PAGE = 256
 """Tokens per page of a GPU's cache."""
 
 
-class SimulatedProposer(SlotProposer):
+class SimulatedProposer(BatchProposer):
     """Drafts the guesses of the world's text for its method.
 
     A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds guesses. Tokens
@@ -28,7 +28,7 @@ class SimulatedProposer(SlotProposer):
     `branches`: most branches of a request."""
 
     vocab_size: int
-    _by_row = (*SlotProposer._by_row, "_anchors", "_right", "_ranks")
+    _by_row = (*BatchProposer._by_row, "_anchors", "_right", "_ranks")
 
     def __init__(self, method: str, clock: VirtualClock, world: World, max_batch: int = 64, branches: int = 0) -> None:
         self._time = world.draft_time(method)

@@ -9,7 +9,7 @@ import numpy as np
 from specactor_ray.config.methods import Traits
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.slots import RowProposer
+from specactor_ray.draft.rows import RowProposer
 from specactor_ray.table.view import TableView
 from specactor_ray.transport.messages import States
 

@@ -15,8 +15,8 @@ from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.rows import RowProposer
 from specactor_ray.draft.runner import ENOUGH, Health, checksum
-from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, States, TailBatch

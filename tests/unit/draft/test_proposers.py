@@ -14,8 +14,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.rows import RowProposer
 from specactor_ray.draft.runner import DraftRunner
-from specactor_ray.draft.slots import RowProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World

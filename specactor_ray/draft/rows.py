@@ -18,7 +18,7 @@ from specactor_ray.table.view import TableView
 from specactor_ray.transport.messages import FinishedOutput
 
 
-class SlotProposer(Proposer):
+class BatchProposer(Proposer):
     """Implements `propose` by `extend`. `max_batch`, `branches`: most requests drafted for at once, and most branches
     of each."""
 
@@ -140,7 +140,7 @@ class SlotProposer(Proposer):
         self._free(self.branches.fit(rows, self.view.window))
 
 
-class RowProposer(SlotProposer):
+class RowProposer(BatchProposer):
     """Base class of proposers that guess for one request at a time: a user's own (`drafters.N.method:
     package.module:Class`) and simple ones of the package.
 
