@@ -61,7 +61,8 @@ class Machines:
 
     nodes: list[Node]
     groups: list[VirtualGroup] = field(default_factory=list)
-    rng: random.Random = field(default_factory=lambda: random.Random("placement"))
+    rng: random.Random = field(default_factory=random.Random)
+    """Draws the order in which groups are placed."""
 
     def free(self, node: Node) -> tuple[float, float]:
         """Free CPUs and GPUs of a live node."""
@@ -207,7 +208,7 @@ class VirtualRun:
         self.config, self.world = config, world
         self.kernel = Kernel(seed)
         self.network = network(self.kernel, random.Random(f"network {seed}"))
-        self.machines = Machines(list(nodes))
+        self.machines = Machines(list(nodes), rng=random.Random(f"placement {seed}"))
         self.head = Node("head", cpus=0.0)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
         self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))
