@@ -56,7 +56,7 @@ def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P], 
     """Item → place, evenly: its home, else its former place, unless that would have two items more than another."""
     if not places:
         return {}
-    at = {item: place for item in items for place in (before.get(item), home.get(item)) if place in places}
+    at = {item: wanted[item] for wanted in (before, home) for item in items if wanted.get(item) in places}
     load = Counter(dict.fromkeys(places, 0))
     load.update(at.values())
     for item in items:

@@ -286,11 +286,11 @@ from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, Mo
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
 config.drafters = [DrafterConfig(hosted=False)]
-connect(config.cluster)
-handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
-rows = ray.get(handle.status.remote())
-print("PIDS", *[row["pid"] for row in rows], flush=True)
-time.sleep(600)
+with connect(config.cluster):
+    handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
+    rows = ray.get(handle.status.remote())
+    print("PIDS", *[row["pid"] for row in rows], flush=True)
+    time.sleep(600)
 """
 
 
