@@ -234,9 +234,19 @@ def _clusters() -> Iterator[Finding]:
 
 
 def _cluster(address: str) -> Finding:
-    from specactor_ray.cluster.connection import resources_of
+    from specactor_ray.cluster.backend import cluster_supply
+    from specactor_ray.cluster.connection import connect, list_runs
+    from specactor_ray.config.schema import ClusterConfig
 
     try:
-        return Finding("cluster", address, resources_of(address))
+        with connect(ClusterConfig(address=address)):
+            nodes, runs = cluster_supply(), list_runs()
     except ClusterError as error:
         return Finding("cluster", address, "cannot be joined", State.WRONG, str(error))
+    total, free = (
+        {kind: sum(getattr(node, what).get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
+        for what in ("total", "free")
+    )
+    shares = [f"{free[kind]:g} of {total[kind]:g} {kind}s free" for kind in total if total[kind]]
+    parts = [f"{len(nodes)} nodes", *(shares or ["no CPUs"]), f"runs: {', '.join(runs) or 'none'}"]
+    return Finding("cluster", address, "; ".join(parts))

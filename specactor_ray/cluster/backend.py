@@ -64,6 +64,21 @@ class NodeSupply:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A placement group, as of one query."""
+
+    nodes: tuple[tuple[str, str] | None, ...]
+    """Id and IP address of the node of each bundle; None while the bundle waits for room."""
+    resources: Mapping[str, float]
+    """The sum of its bundles."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all its bundles have nodes."""
+        return None not in self.nodes
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """Identity of an actor's process."""
 
@@ -86,11 +101,12 @@ class Backend(Protocol):
     def supply(self) -> Sequence[NodeSupply]:
         """The live nodes, each with its total and its free resources."""
 
-    def request(self, name: str, demand: Demand) -> Any:
-        """Request a placement group; returns at once, whether or not there is room. It ends with this actor or job."""
+    def request(self, name: str, demands: Sequence[Demand]) -> Any:
+        """Request a placement group with a bundle for each demand, all placed or none, and near each other if there is
+        room. Returns at once, whether or not there is. It ends with this actor or job."""
 
-    def resolve(self, group: Any) -> tuple[str, str] | None:
-        """Id and IP address of the group's node; None while it waits for room or for its node's replacement."""
+    def groups(self) -> Mapping[str, GroupFacts]:
+        """Name → facts of all placement groups of the cluster, those of other runs included; one query."""
 
     def remove(self, group: Any) -> None:
         """Release the group's resources. Idempotent. Ray ends actors that run in it."""
@@ -98,8 +114,8 @@ class Backend(Protocol):
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None until the answer has arrived."""
 
-    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
-        """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, bundle: int, demand: Demand) -> Any:
+        """Make the actor `cls(spec)` in this bundle; returns its handle at once. A crashed actor is never
         restarted: it would come back without its state under the same name."""
 
     def end(self, handle: Any, facts: ProcessFacts | None) -> None:
@@ -120,16 +136,23 @@ class RayBackend:
         self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="end of actor")
         self._ending: dict[Future[bool], ProcessFacts] = {}
 
-    def request(self, name: str, demand: Demand) -> PlacementGroup:
-        return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
+    def request(self, name: str, demands: Sequence[Demand]) -> PlacementGroup:
+        # STRICT_PACK would refuse a group that is larger than a node.
+        return placement_group([demand.bundle() for demand in demands], strategy="PACK", name=name, lifetime=None)
 
-    def resolve(self, group: PlacementGroup) -> tuple[str, str] | None:
-        table = placement_group_table(group)
-        if table.get("state") != "CREATED":
-            return None
-        node_id = table["bundles_to_node_id"][0]
-        node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-        return (node_id, node["NodeManagerAddress"]) if node else None
+    def groups(self) -> Mapping[str, GroupFacts]:
+        nodes = {one["NodeID"]: (one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]}
+        found = {}
+        for group_id, facts in placement_group_table().items():
+            if facts["state"] == "REMOVED":
+                continue
+            # While a lost node is replaced (RESCHEDULING), bundles elsewhere stay usable.
+            there = nodes if facts["state"] in ("CREATED", "RESCHEDULING") else {}
+            of_bundle = facts["bundles_to_node_id"]
+            resources = sum((Counter(bundle) for bundle in facts["bundles"].values()), Counter[str]())
+            at = tuple(there.get(of_bundle[bundle]) for bundle in sorted(of_bundle))
+            found[facts["name"] or group_id] = GroupFacts(at, resources)
+        return found
 
     def remove(self, group: PlacementGroup) -> None:
         try:
@@ -149,8 +172,8 @@ class RayBackend:
             return None
         return answer.result() if answer.done() else None
 
-    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, 0)
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, bundle: int, demand: Demand) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle)
         return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
 
     def end(self, handle: Any, facts: ProcessFacts | None) -> None:
@@ -248,8 +271,11 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
     return True
 
 
-def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
-    """A readable table: the demand of the actors, the resources of every node, and the fix."""
+def demand_against_supply(
+    demands: Sequence[Demand], supply: Sequence[NodeSupply], held: Mapping[str, Mapping[str, float]] | None = None
+) -> str:
+    """A readable table: the demand of the actors, the resources of every node, what is missing, what others hold by
+    their placement groups, and the fix."""
     kinds = Counter((demand.owner.rsplit("-", 1)[0], _amounts(demand.bundle())) for demand in demands)
     lines = ["Demand:", *(f"  {f'{kind} ({count})':<24} {amounts} each" for (kind, amounts), count in kinds.items())]
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
@@ -258,6 +284,12 @@ def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply
         f"  {f'{node.ip} ({node.node_id[:8]})':<24} {_amounts(node.total)}, free {_amounts(node.free)}"
         for node in supply
     ] or ["  no live node"]
+    free = {name: sum(node.free.get(name, 0.0) for node in supply) for name in total}
+    missing = {name: max(0.0, total[name] - free[name]) for name in total}
+    if any(missing.values()):
+        lines.append(f"Missing: {_amounts(missing)}")
+    if held:
+        lines.append(f"Held by: {'; '.join(f'{user}: {_amounts(held[user])}' for user in sorted(held))}")
     return "\n".join([*lines, _FIX])
 
 

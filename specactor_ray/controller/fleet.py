@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from specactor_ray.actors.specs import VERIFIER, ActorSpec, Departure, Phase
-from specactor_ray.cluster.backend import Backend, Demand, NodeSupply, can_ever_fit, demand_against_supply
-from specactor_ray.cluster.cores import CoreLedger
+from specactor_ray.cluster.backend import Backend, can_ever_fit
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.config.methods import drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import ActorClasses, Member, Seat, default_classes, stop_in_order
+from specactor_ray.controller.members import ActorClasses, Member, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
     FailureRecord,
@@ -23,6 +22,7 @@ from specactor_ray.controller.reconcile import (
     is_given_up,
     record_failure,
 )
+from specactor_ray.controller.seating import Seat, Seating
 from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError, UserError, first_of
 
 logger = logging.getLogger(__name__)
@@ -30,66 +30,6 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_DEPARTURES = 256
 STOP_TIMEOUT_S = 12.0
 GONE_TIMEOUT_S = 15.0
-
-
-class Seating:
-    """All seats of a run. Nothing here blocks for long."""
-
-    def __init__(self, run: str, config: Config, backend: Backend) -> None:
-        self._run, self._config, self._backend = run, config, backend
-        self._drafters = {drafter.method: drafter for drafter in config.drafters}
-        self._ledger = CoreLedger()
-        self.seats: list[Seat] = []
-
-    def claim(self, key: str) -> Seat:
-        """A vacant seat for an actor of `key`, else a new one with a placement group that is requested now."""
-        for seat in self.seats:
-            if seat.key == key and seat.occupant is None:
-                seat.node = None  # the group may have moved, so it is resolved again
-                return seat
-        taken = {seat.index for seat in self.seats if seat.key == key}
-        index = next(number for number in range(len(taken) + 1) if number not in taken)
-        stem = f"{key}-{index}"
-        size = self._config.target if key == VERIFIER else self._drafters[key]
-        demand = Demand(stem, size.cores, size.gpus)
-        self.seats.append(Seat(stem, key, index, demand, self._backend.request(actor_name(self._run, stem), demand)))
-        return self.seats[-1]
-
-    def settle(self, seat: Seat) -> bool:
-        """Resolve the placement of the seat's group, and take its cores. False while the group waits for room, or its
-        node has not answered; ClusterError if the node has too few free cores."""
-        node = self._backend.resolve(seat.group)
-        if node is None or (self._config.cluster.pin_cores and not self._take_cores(seat, node[0])):
-            return False
-        seat.node = node
-        return True
-
-    def trim(self, wanted: Mapping[str, int]) -> None:
-        """Remove the vacant seats beyond the wanted number of each key."""
-        for seat in [seat for seat in self.seats if seat.occupant is None]:
-            if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
-                self._discard(seat)
-
-    def close(self) -> None:
-        """Remove all seats."""
-        for seat in list(self.seats):
-            self._discard(seat)
-
-    def _take_cores(self, seat: Seat, node_id: str) -> bool:
-        found = self._backend.cores(node_id)
-        if found is None:
-            return False
-        machine, cores = found
-        self._ledger.add_node(node_id, cores, machine)
-        if self._ledger.holders(node_id).get(seat.stem, ()) != seat.cores or not seat.cores:
-            self._ledger.release(seat.stem)
-            seat.cores = self._ledger.take(node_id, seat.demand.cpus, seat.stem)
-        return True  # a replacement on the same machine keeps the cores
-
-    def _discard(self, seat: Seat) -> None:
-        self.seats.remove(seat)
-        self._backend.remove(seat.group)
-        self._ledger.release(seat.stem)
 
 
 class Fleet:
@@ -120,8 +60,6 @@ class Fleet:
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
-        self._supply: Sequence[NodeSupply] = ()
-        """Resources just before the newest placement groups were requested."""
         self._is_placed = False
         """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
@@ -136,25 +74,25 @@ class Fleet:
         """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
         otherwise shows demand and supply."""
         cluster, now, problem = self._config.cluster, self._clock.now(), ""
-        demands = [seat.demand for seat in self._seating.seats]
         pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
         waiting = [] if self._is_placed else pending
         self._is_placed = not waiting
-        if cluster.address == "local" and not can_ever_fit(demands, self._supply):
+        if cluster.address == "local" and not can_ever_fit(self._seating.waiting_demands(), self._seating.supply):
             problem = "the run asks for more than its private cluster has"
         elif any(now - member.since > cluster.placement_timeout_s for member in waiting):
             names = ", ".join(sorted(member.seat.stem for member in waiting))
             count = f"{len(waiting)} of {len(self.members)} actors"
             problem = f"{count} found no room within {cluster.placement_timeout_s:g} s: {names}"
         if problem:
-            raise ClusterError(f"{problem}.\n{demand_against_supply(demands, self._supply)}")
+            raise ClusterError(f"{problem}.\n{self._seating.shortage()}")
 
     def settle_pending(self) -> None:
         """Start the pending members with seats that have room now."""
         now, waiting = self._clock.now(), list[str]()
-        for member in self.members.values():
-            if member.phase is not Phase.PENDING:
-                continue
+        pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
+        if pending:
+            self._seating.look(now)
+        for member in pending:
             try:
                 if self._seating.settle(member.seat):
                     self._launch(member, now)
@@ -168,22 +106,20 @@ class Fleet:
                     member.note = str(error)
                     logger.warning("%s waits: %s", member.actor_id, error)
         if waiting:
-            demands = [seat.demand for seat in self._seating.seats]
-            table = demand_against_supply(demands, self._supply)
-            logger.warning("%s: not placed on the cluster yet.\n%s", first_of(waiting, 1), table)
+            logger.warning("%s: not placed on the cluster yet.\n%s", first_of(waiting, 1), self._seating.shortage())
 
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""
         now = self._clock.now()
         self._observe(now)
+        if not self._seating.gangs:
+            self._seating.form(desired, now)
         actions = list(decide(desired, list(self.members.values()), self.failures, now, self._limits))
-        if any(isinstance(action, Create) for action in actions):
-            self._supply = self._backend.supply()
         for action in actions:
-            if isinstance(action, Create):
-                self._create(action.key, now)
-            else:
+            if isinstance(action, Remove):
                 self._remove(action, now)
+        for seat in self._seating.claim([action.key for action in actions if isinstance(action, Create)]):
+            self._create(seat, now)
         self._seating.trim(desired)
 
     def end(self) -> bool:
@@ -220,12 +156,11 @@ class Fleet:
             if has_lasted(member, now, self._limits):
                 self.failures.pop(member.key, None)
 
-    def _create(self, key: str, now: float) -> None:
-        seat = self._seating.claim(key)
+    def _create(self, seat: Seat, now: float) -> None:
         actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
-        self.members[actor_id] = Member(actor_id, key, since=now, created_at=now, seat=seat, calls=self._calls)
+        self.members[actor_id] = Member(actor_id, seat.key, since=now, created_at=now, seat=seat, calls=self._calls)
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
@@ -233,7 +168,7 @@ class Fleet:
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline)
         name = actor_name(self._run, member.actor_id)
-        handle = self._backend.launch(cls, spec, name, seat.group, seat.demand)
+        handle = self._backend.launch(cls, spec, name, seat.gang.group, seat.bundle, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
     def _remove(self, action: Remove, now: float) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, DraftEndpoint, Phase
-from specactor_ray.cluster.backend import Demand, ProcessFacts, process_facts
+from specactor_ray.cluster.backend import ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
+from specactor_ray.controller.seating import Seat
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -49,24 +50,6 @@ def default_classes() -> ActorClasses:
     from specactor_ray.actors.loops import DraftActor, VerifierActor
 
     return ActorClasses(VerifierActor, DraftActor)
-
-
-@dataclass(eq=False)
-class Seat:
-    """A placement group with its cores, for one actor at a time. It outlives its actors, so a replacement needs no new
-    room."""
-
-    stem: str
-    """Name such as `ngram-1`; the incarnations in this seat have ids such as `ngram-1#9c0d`."""
-    key: str
-    index: int
-    demand: Demand
-    group: Any
-    node: tuple[str, str] | None = None
-    """Id and IP address of its node; None while the group waits for room."""
-    cores: tuple[int, ...] = ()
-    occupant: str | None = None
-    """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
 
 
 class Channel:

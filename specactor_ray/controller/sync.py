@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Phase
 from specactor_ray.cluster.calls import Call
 from specactor_ray.config.methods import inline_drafters, online_drafter
-from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
+from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Channel, Member
+from specactor_ray.controller.seating import group_of
 from specactor_ray.core.clock import Clock
 from specactor_ray.core.errors import ActorLostError, FetchError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
@@ -34,30 +34,29 @@ _MOST_FAILED, _MOST_LOST = 2, 4
 """Verifiers that fail to load a version, and that each seat loses meanwhile, before the version is given up."""
 
 
-def group_of(seat: int, replicas: int) -> int:
-    """The group of the verifier on this seat, from 0. Groups are of about equal size."""
-    groups = math.ceil(replicas / VERIFIERS_PER_GROUP)
-    return seat // math.ceil(replicas / groups)
-
-
-def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
-    """Assign the draft actors of one method to the groups with verifiers. `before`: the last result.
+def assign_drafters(
+    drafters: Mapping[str, int | None], groups: Collection[int], before: Service = frozenset()
+) -> Service:
+    """Assign the draft actors of one method to the groups with verifiers. `drafters`: each with the group in whose
+    placement group it is, None for another. `before`: the last result.
 
     Each draft actor serves one group, or each group is served by one draft actor, whichever are more. They are spread
-    evenly with as few changes as possible.
+    evenly with as few changes as possible; where there is a choice, a draft actor serves the group near it.
     """
-    drafters, groups = sorted(drafters), sorted(groups)
+    near = {drafter: group for drafter, group in sorted(drafters.items()) if group is not None}
+    groups = sorted(groups)
     if len(drafters) >= len(groups):
-        return frozenset(_spread(drafters, groups, dict(sorted(before))).items())
-    served = _spread(groups, drafters, {group: drafter for drafter, group in sorted(before)})
+        return frozenset(_spread(sorted(drafters), groups, dict(sorted(before)), near).items())
+    served = {group: drafter for drafter, group in sorted(before)}
+    served = _spread(groups, sorted(drafters), served, {group: drafter for drafter, group in near.items()})
     return frozenset((drafter, group) for group, drafter in served.items())
 
 
-def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P]) -> dict[I, P]:
-    """Item → place, evenly: its former place, unless that would have two items more than another."""
+def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P], home: Mapping[I, P]) -> dict[I, P]:
+    """Item → place, evenly: its home, else its former place, unless that would have two items more than another."""
     if not places:
         return {}
-    at = {item: before[item] for item in items if before.get(item) in places}
+    at = {item: wanted[item] for wanted in (before, home) for item in items if wanted.get(item) in places}
     load = Counter(dict.fromkeys(places, 0))
     load.update(at.values())
     for item in items:
@@ -68,7 +67,8 @@ def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P]) 
         fullest, emptiest = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
         if load[fullest] - load[emptiest] < 2:
             return at
-        at[next(item for item in at if at[item] == fullest)] = emptiest
+        leaves = {item: (before.get(item) != emptiest, home.get(item) == fullest) for item in at if at[item] == fullest}
+        at[min(leaves, key=leaves.__getitem__)] = emptiest
         load[fullest] -= 1
         load[emptiest] += 1
 
@@ -90,7 +90,8 @@ class PeerSync:
         group = {m.actor_id: group_of(m.seat.index, self._replicas) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
-            self._assign(view.drafters, {group[name] for name in view.verifiers})
+            gang = {m.actor_id: m.seat.gang.number for m in members}
+            self._assign(view.drafters, {group[name] for name in view.verifiers}, gang)
         for member in members:
             if member.phase is Phase.READY:
                 send = functools.partial(self._send, member, view, group)
@@ -106,10 +107,12 @@ class PeerSync:
             peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
         return member.call(method, self._version, peers, deadline_s=_PEERS_TIMEOUT_S)
 
-    def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
-        of_method: dict[str, list[str]] = {}
+    def _assign(
+        self, endpoints: Sequence[DraftEndpoint], groups: Collection[int], gang: Mapping[str, int | None]
+    ) -> None:
+        of_method: dict[str, dict[str, int | None]] = {}
         for one in endpoints:
-            of_method.setdefault(one.drafter.method, []).append(one.actor_id)
+            of_method.setdefault(one.drafter.method, {})[one.actor_id] = gang[one.actor_id]
         self._served = {
             method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
             for method, drafters in of_method.items()

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specactor_ray.actors.specs import ClusterView
+from specactor_ray.cluster.address import cluster_of_run
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ActorLostError, CallError, SpecActorError
+from specactor_ray.core.errors import ActorLostError, CallError, InputError, SpecActorError
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     return rows
 
 
-# The functions below are for another process of the cluster; `run`, `address` and errors as in `join_run`. They return
+# The functions below are for another process of the cluster; `run`, `address` and errors as in `_attached`. They return
 # the name of the run, and one row per actor.
 
 
@@ -109,10 +111,15 @@ def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tupl
 
 @contextlib.contextmanager
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
-    """Name of the run, function that calls its controller, and calls."""
-    from specactor_ray.cluster.connection import join_run
+    """Context in which this process is connected to the cluster of a run (None: the only one) at an address (`auto`,
+    `local`: that of `cluster_of_run`). Yields the name of the run, a function that calls its controller, and calls.
+    ClusterError: there is no cluster, or no such run. InputError: no run is named, and there is not just one."""
+    from specactor_ray.cluster.connection import connect, find_controller, list_runs
 
-    connection, name, controller = join_run(run, address)
-    with connection:
+    with connect(ClusterConfig(address=cluster_of_run() if address in ("auto", "local") else address)):
+        runs = [run] if run else list_runs()
+        if len(runs) != 1:
+            found = f"there are {', '.join(runs)}; name one" if runs else "no run is going on in this cluster"
+            raise InputError(f"no run is named, and {found}")
         calls = Calls()
-        yield name, functools.partial(ask, calls, controller), calls
+        yield runs[0], functools.partial(ask, calls, find_controller(runs[0])), calls

@@ -12,7 +12,7 @@ from typing import Any, Self
 from specactor_ray.actors.process import put_weights
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.connection import Connection, connect
+from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.methods import unused_branches
@@ -73,7 +73,8 @@ class Rollout:
         """All that `close` ends, the last one first."""
         compiling = "the first start on a machine compiles kernels, for up to a minute" if is_cold() else ""
         try:
-            self._connection: Connection = self._held.enter_context(connect(config.cluster))
+            self.address = self._held.enter_context(connect(config.cluster))
+            """`host:port` of the Ray cluster, for `cluster.address` of another process."""
             with start_phase(f"starting {config.mode.value} actors", compiling):
                 self._controller, self.run_name = start_controller(config, held=self._held)
                 self._calls = Calls()
@@ -315,11 +316,6 @@ class Rollout:
     def model(self) -> str:
         """Name of the target for transformers: a directory, or a Hugging Face id without its `@revision`."""
         return str(locate_model(self.config.target.model)[0])
-
-    @property
-    def address(self) -> str:
-        """`host:port` of the Ray cluster, for `cluster.address` of another process."""
-        return self._connection.address
 
     @property
     def reissued_requests(self) -> int:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import ActorSpec
-from specactor_ray.cluster.backend import Demand, NodeSupply, ProcessFacts
+from specactor_ray.cluster.backend import Demand, GroupFacts, NodeSupply, ProcessFacts
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
@@ -40,10 +40,19 @@ def silence() -> None:
 
 @dataclass(eq=False)
 class VirtualGroup:
-    """A placement group of one bundle."""
+    """A placement group."""
 
-    demand: Demand
-    node: Node | None = None
+    name: str
+    demands: Sequence[Demand]
+    """Those of its bundles."""
+    nodes: list[Node | None]
+    """That of each bundle."""
+
+    @property
+    def homeless(self) -> list[int]:
+        """The bundles without a live node, the largest first."""
+        found = [number for number, node in enumerate(self.nodes) if node is None or not node.alive]
+        return sorted(found, key=lambda number: (-self.demands[number].gpus, -self.demands[number].cpus))
 
 
 @dataclass
@@ -52,22 +61,32 @@ class Machines:
 
     nodes: list[Node]
     groups: list[VirtualGroup] = field(default_factory=list)
+    rng: random.Random = field(default_factory=random.Random)
+    """Draws the order in which groups are placed."""
 
     def free(self, node: Node) -> tuple[float, float]:
         """Free CPUs and GPUs of a live node."""
-        here = [group.demand for group in self.groups if group.node is node]
+        bundles = (pair for group in self.groups for pair in zip(group.nodes, group.demands, strict=True))
+        here = [demand for at, demand in bundles if at is node]
         return node.cpus - sum(demand.cpus for demand in here), node.gpus - sum(demand.gpus for demand in here)
 
-    def place(self, group: VirtualGroup) -> None:
-        """Assign a node with room to the group, if it has no live node."""
-        if group.node is not None and group.node.alive:
-            return
-        group.node = None
-        for node in self.nodes:
-            cpus, gpus = self.free(node)
-            if node.alive and cpus >= group.demand.cpus and gpus >= group.demand.gpus:
-                group.node = node
-                return
+    def place(self) -> None:
+        """Give nodes to the groups that lack some, in any order, as Ray does."""
+        waiting = [group for group in self.groups if group.homeless]
+        self.rng.shuffle(waiting)
+        for group in waiting:
+            self._pack(group)
+
+    def _pack(self, group: VirtualGroup) -> None:
+        """Give a node to each bundle without one, as few nodes as there is room on; none if not all find one."""
+        before, group.nodes = group.nodes, [node if node and node.alive else None for node in group.nodes]
+        for node in [node for node in self.nodes if node.alive]:
+            for number in group.homeless:
+                cpus, gpus = self.free(node)
+                if cpus >= group.demands[number].cpus and gpus >= group.demands[number].gpus:
+                    group.nodes[number] = node
+        if group.homeless:
+            group.nodes = before
 
 
 class VirtualBackend:
@@ -102,15 +121,19 @@ class VirtualBackend:
                 supplies.append(NodeSupply(node.name, node.name, {"CPU": node.cpus, "GPU": node.gpus}, free))
         return supplies
 
-    def request(self, name: str, demand: Demand) -> VirtualGroup:
-        group = VirtualGroup(demand)
+    def request(self, name: str, demands: Sequence[Demand]) -> VirtualGroup:
+        group = VirtualGroup(name, demands, [None] * len(demands))
         self.machines.groups.append(group)
-        self.machines.place(group)
         return group
 
-    def resolve(self, group: VirtualGroup) -> tuple[str, str] | None:
-        self.machines.place(group)
-        return (group.node.name, group.node.name) if group.node is not None else None
+    def groups(self) -> Mapping[str, GroupFacts]:
+        self.machines.place()
+        found = {}
+        for group in self.machines.groups:
+            nodes = tuple((node.name, node.name) if node and node.alive else None for node in group.nodes)
+            sums = (sum(getattr(demand, size) for demand in group.demands) for size in ("cpus", "gpus"))
+            found[group.name] = GroupFacts(nodes, dict(zip(("CPU", "GPU"), sums, strict=True)))
+        return found
 
     def remove(self, group: VirtualGroup) -> None:
         if group in self.machines.groups:
@@ -120,8 +143,8 @@ class VirtualBackend:
         node = next(node for node in self.machines.nodes if node.name == node_id)
         return node.name, tuple(range(int(node.cpus)))
 
-    def launch(self, cls: Any, spec: Any, name: str, group: VirtualGroup, demand: Demand) -> VirtualActor:
-        network, node = self._network, group.node
+    def launch(self, cls: Any, spec: Any, name: str, group: VirtualGroup, bundle: int, demand: Demand) -> VirtualActor:
+        network, node = self._network, group.nodes[bundle]
         assert node is not None  # the seat was settled
         start_s = network.rng.uniform(*self.start_s)
         actor = self.actors[spec.actor_id] = network.start_actor(
@@ -185,7 +208,7 @@ class VirtualRun:
         self.config, self.world = config, world
         self.kernel = Kernel(seed)
         self.network = network(self.kernel, random.Random(f"network {seed}"))
-        self.machines = Machines(list(nodes))
+        self.machines = Machines(list(nodes), rng=random.Random(f"placement {seed}"))
         self.head = Node("head", cpus=0.0)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
         self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))

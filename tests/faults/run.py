@@ -7,9 +7,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
+from specactor_ray.controller import seating
 from specactor_ray.core.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
@@ -19,7 +21,7 @@ from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node, VirtualActor
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import RequestStats, WeightSet
-from tests.faults.injector import FaultPlan, Injector
+from tests.faults.injector import RIVAL, FaultPlan, Injector
 from tests.faults.models import FaultyHost, ModelFaults
 from tests.faults.network import FaultyNetwork
 from tests.faults.training import Training
@@ -51,6 +53,10 @@ class FaultScenario:
     """Steps of training, instead of streams alone."""
     stops: bool = False
     """Stop texts end a third of the outputs."""
+    group: int = VERIFIERS_PER_GROUP
+    """Most verifiers of a gang."""
+    rival: bool = False
+    """Another run holds most of the cluster during the first seconds, and waits for more."""
     faults: FaultPlan = field(default_factory=FaultPlan)
 
     @classmethod
@@ -59,6 +65,7 @@ class FaultScenario:
         rng = random.Random(f"scenario {seed}")
         training = rng.random() < 0.25
         plan = FaultPlan.draw(seed, count, training)
+        of_gangs = random.Random(f"gangs {seed}")
         return cls(
             seed,
             requests,
@@ -70,6 +77,8 @@ class FaultScenario:
             faults=plan,
             hosted=rng.random() < 0.5,
             stops=rng.random() < 0.5,
+            group=of_gangs.choice((1, 2, VERIFIERS_PER_GROUP)),
+            rival=of_gangs.random() < 0.3,
         )
 
 
@@ -139,6 +148,10 @@ class Simulation(VirtualRun):
 
     def run(self) -> Report:
         """Run to the end."""
+        with patch.object(seating, "VERIFIERS_PER_GROUP", self.scenario.group):
+            return self._run()
+
+    def _run(self) -> Report:
         report, kernel = self.report, self.kernel
         kernel.spawn(self._drive, "main", self.driver.process)
         try:
@@ -404,8 +417,8 @@ class Simulation(VirtualRun):
             left = [name for name, actor in self.backend.actors.items() if not actor.process.dead]
             if left:
                 self.fail(f"after the end these live: {left}")
-            if self.machines.groups:
-                self.fail(f"after the end {len(self.machines.groups)} placement groups stand")
+            if stand := [group.name for group in self.machines.groups if RIVAL not in group.name]:
+                self.fail(f"after the end these placement groups stand: {stand}")
 
 
 def is_sum_of_steps(stats: RequestStats, tokens: int) -> bool:

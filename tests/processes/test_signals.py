@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from specactor_ray.cli.live import status
-from specactor_ray.cluster.connection import Connection
+from specactor_ray.cluster import connection
+from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.signals import Terminated, ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
@@ -74,16 +76,20 @@ def test_after_an_interruption_further_signals_change_nothing_until_the_end() ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_does_not_tear_the_end_of_a_connection(number: signal.Signals) -> None:
-    done, held = [], ExitStack()
+def test_a_signal_does_not_tear_the_end_of_a_connection(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
 
     def leave() -> None:
         os.kill(os.getpid(), number)
         done.append("all of it")
 
-    held.callback(leave)
-    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
-        Connection("127.0.0.1:1", owned=True, held=held).close()
+    monkeypatch.setattr(connection, "_join", lambda _config, held: held.callback(leave))
+    monkeypatch.setattr(connection.ray, "get_runtime_context", Mock())
+    there = ClusterConfig(address="127.0.0.1:1")
+    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt), connection.connect(there):
+        pass
     assert done
 
 

@@ -35,7 +35,7 @@ JOINS_IT = '''
 from specactor_ray.cluster.connection import connect
 from specactor_ray.config.schema import ClusterConfig
 with connect(ClusterConfig(address="auto")) as connection:
-    print("joined", connection.address)
+    print("joined", connection)
 '''
 
 LEAVES_A_FOLDER = '''
@@ -53,11 +53,12 @@ subprocess.run([sys.executable, "-c", LEAVES_A_FOLDER, os.environ["RAY_TMPDIR"]]
 assert len(folders()) == 1, "what a killed process left"
 tokens = []
 for _ in range(2):
-    with connect(ClusterConfig(num_cpus=1)) as connection:
+    with connect(ClusterConfig(num_cpus=1)) as address:
         tokens.append(open(os.environ["RAY_AUTH_TOKEN_PATH"]).read())
-        assert connection.owned and ray.cluster_resources()["CPU"] == 1
+        assert ray.cluster_resources()["CPU"] == 1
         with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
-            assert not inner.owned and inner.address == connection.address
+            assert inner == address
+        assert ray.is_initialized()
         (folder,) = folders()
         assert stat.S_IMODE(os.stat(os.path.join(os.environ["RAY_TMPDIR"], folder)).st_mode) == 0o700
         found, planted, package, niceness = ray.get(modules.remote())
@@ -66,10 +67,10 @@ for _ in range(2):
         assert not planted
         assert package == sys.modules["specactor_ray"].__file__
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-        command = [sys.executable, "-c", FINDS_IT, connection.address]
+        command = [sys.executable, "-c", FINDS_IT, address]
         other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
         assert b"no run is going on" in other.stderr, other.stderr
-        assert connection.address in clusters_here()
+        assert address in clusters_here()
         other = subprocess.run([sys.executable, "-c", JOINS_IT], env=clean, capture_output=True, cwd="bin")
         assert b"no `ray start` is noted" in other.stderr, other.stderr  # it is private
         ours = {process.pid for process in psutil.Process().children(recursive=True)}

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,12 +17,16 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
-from specactor_ray.cluster.backend import remove_left
+from specactor_ray.actors.specs import VERIFIER
+from specactor_ray.cluster.backend import Demand, RayBackend, remove_left, start_here
 from specactor_ray.cluster.connection import find_controller, list_runs
+from specactor_ray.cluster.names import CONTROLLER
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.controller.controller import start_controller
+from specactor_ray.controller import seating
+from specactor_ray.controller.controller import Controller, start_controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
+from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from specactor_ray.core.leftovers import start_ticks
 from tests.fakes.actors import FakeDrafter, FakeVerifier
@@ -111,6 +115,10 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
     wait_until(lambda: all(told == first for told in drafters_told(handle).values()), "verifiers have the drafter")
     told = view.drafters[0].handle.told
     wait_until(lambda: sorted(ray.get(told.remote())) == sorted(view.verifiers), "the drafter has the verifiers")
+    in_group = {
+        ray.get(one.__ray_call__.remote(group_here)) for one in (*view.verifiers.values(), view.drafters[0].handle)
+    }
+    assert len(in_group) == 1 and groups_left() == ["specactor::evening::gang-0"], "one placement group for all three"
 
     ray.get(handle.scale.remote({"ngram": 2, "draft_model": 1}))
     three = wait_for_drafters(handle, 3)
@@ -118,7 +126,7 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
     wait_until(lambda: all(sorted(told) == sorted(three) for told in drafters_told(handle).values()), "three drafters")
     ray.get(handle.scale.remote({"ngram": 1, "draft_model": 0}))
     assert wait_for_drafters(handle, 1) == first, "the newest go first"
-    wait_until(lambda: len(groups_left()) == 3, "their placement groups are removed")
+    wait_until(lambda: groups_left() == ["specactor::evening::gang-0"], "their placement groups are removed")
     for bad, words in (({"ngram": -1}, "not a number"), ({"eagle": 1}, "ngram, draft_model")):
         with pytest.raises(ConfigError, match=words):
             ray.get(handle.scale.remote(bad))
@@ -134,6 +142,65 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
         find_controller("morning")
     with pytest.raises(ConfigError, match="is alive"):
         start_controller(config, FAKES, QUICK)
+
+
+def group_here(_actor: Any) -> str:
+    return str(ray.util.get_current_placement_group().id.hex())
+
+
+def test_a_run_that_does_not_fit_holds_nothing_and_starts_when_another_ends(run: Callable[..., Any]) -> None:
+    """Its draft actor alone would have room."""
+    config = make_config()
+    config.target.cores = 4
+    first = run(config)
+    free = ray.available_resources()["CPU"]
+    config.run.name = "second"
+    second = start_here("second", CONTROLLER, Controller, config, "second", FAKES, QUICK)
+    started = second.start.remote()
+    waiting = wait_until(lambda: rows(second, phase="pending"), "the second waits")
+    wait_until(lambda: all("waits for room" in row["note"] for row in rows(second)), "it says so")
+    assert len(waiting) == 2 and ray.available_resources()["CPU"] == free >= 1.0
+    assert ray.get(first.shutdown.remote(), timeout=DEADLINE_S)
+    assert len(ray.get(started, timeout=DEADLINE_S).verifiers) == 1
+    assert ray.get(second.shutdown.remote(), timeout=DEADLINE_S)
+    ray.kill(second)
+
+
+def test_two_runs_that_do_not_fit_together_do_not_hold_half_each(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has two gangs of three CPUs; the other run's are requested between them."""
+    monkeypatch.setattr(seating, "VERIFIERS_PER_GROUP", 1)
+    between: list[Callable[[], object]] = []
+
+    class Interleaved(RayBackend):
+        def request(self, name: str, demands: Sequence[Demand]) -> Any:
+            if name.endswith("gang-1") and between:
+                wait_until(lambda: ray.available_resources().get("CPU", 0.0) == 3.0, "the first gang has room")
+                between.pop()()
+            return super().request(name, demands)
+
+    config = make_config(verifiers=2, ngram=2)
+    config.target.cores = 2
+    runs = [seating.Seating(name, config, Interleaved()) for name in ("a", "b")]
+    wanted = {VERIFIER: 2, "ngram": 2}
+
+    def complete() -> list[seating.Seating]:
+        for one in runs:
+            if not one.is_complete:
+                one.look(SYSTEM.now())
+        return [one for one in runs if one.is_complete]
+
+    try:
+        between.append(lambda: runs[1].form(wanted, SYSTEM.now()))
+        runs[0].form(wanted, SYSTEM.now())
+        (first,) = wait_until(complete, "one run has all its gangs")
+        first.close()
+        wait_until(lambda: len(complete()) == 2, "the other has all its gangs")
+    finally:
+        for one in runs:
+            one.close()
+    wait_until(lambda: not groups_left(), "all placement groups removed")
 
 
 def test_actors_end_with_a_killed_controller(cluster: Cluster) -> None:
@@ -219,11 +286,11 @@ from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, Mo
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
 config.drafters = [DrafterConfig(hosted=False)]
-connect(config.cluster)
-handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
-rows = ray.get(handle.status.remote())
-print("PIDS", *[row["pid"] for row in rows], flush=True)
-time.sleep(600)
+with connect(config.cluster):
+    handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
+    rows = ray.get(handle.status.remote())
+    print("PIDS", *[row["pid"] for row in rows], flush=True)
+    time.sleep(600)
 """
 
 

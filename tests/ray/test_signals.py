@@ -90,7 +90,8 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()  # takes th
 os.register_at_fork(before=terminate)
 with sigterm_interrupts():
     try:
-        connect(ClusterConfig(num_cpus=1))
+        with connect(ClusterConfig(num_cpus=1)):
+            print("started")
     except Terminated:
         print("terminated")
 """

@@ -9,7 +9,8 @@ import pytest
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.members import Member, Seat, stop_in_order
+from specactor_ray.controller.members import Member, stop_in_order
+from specactor_ray.controller.seating import Gang, Seat
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -27,7 +28,7 @@ FACTS = ProcessFacts(7, 0, "node")
 
 
 def make_member(name: str, handle: Any, calls: Calls) -> Member:
-    member = Member(name, VERIFIER, seat=Seat("v-0", VERIFIER, 0, Demand("v-0", 1), None), calls=calls)
+    member = Member(name, VERIFIER, seat=Seat("v-0", VERIFIER, 0, Demand("v-0", 1), Gang("v-0")), calls=calls)
     member.launched(handle, 30.0, 0.0)
     return member
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from specactor_ray.cluster.backend import Demand
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
-from specactor_ray.controller.members import Member, Seat, next_view
-from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
+from specactor_ray.controller.members import Member, next_view
+from specactor_ray.controller.seating import Gang, Seat, group_of
+from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters
 from specactor_ray.core.errors import ActorLostError, FetchError, InputError, SpecActorError, WeightsError
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.clocks import HandClock
@@ -36,7 +38,8 @@ def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, sizes: 
 def test_whatever_comes_and_goes_all_are_served_and_evenly(history: list[tuple[set[str], set[int]]]) -> None:
     service: Service = frozenset()
     for ready, serving in history:
-        service = assign_drafters(ready, serving, service)
+        drafters = dict.fromkeys(ready)
+        service = assign_drafters(drafters, serving, service)
         assert {drafter for drafter, _ in service} <= ready and {group for _, group in service} <= serving
         if not ready or not serving:
             assert not service
@@ -46,17 +49,29 @@ def test_whatever_comes_and_goes_all_are_served_and_evenly(history: list[tuple[s
             counts = [count[one] for one in everyone]
             assert min(counts) >= 1 and max(counts) - min(counts) <= 1
         assert len(service) == max(len(ready), len(serving))
-        assert assign_drafters(ready, serving, service) == service
+        assert assign_drafters(drafters, serving, service) == service
 
 
 @given(st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]), min_size=2), st.integers(1, 8), st.data())
 def test_when_one_draft_actor_is_replaced_nobody_else_leaves_a_group(
     ready: set[str], number: int, data: st.DataObject
 ) -> None:
-    before = assign_drafters(ready, range(number))
+    before = assign_drafters(dict.fromkeys(ready), range(number))
     lost = data.draw(st.sampled_from(sorted(ready)))
-    after = assign_drafters(ready - {lost} | {"ngram-9#b"}, range(number), before)
+    after = assign_drafters(dict.fromkeys(ready - {lost} | {"ngram-9#b"}), range(number), before)
     assert {pair for pair in before if pair[0] != lost} <= after
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.randoms())
+def test_in_whatever_order_they_are_ready_draft_actors_serve_the_group_near_them(
+    groups: int, number: int, random: Random
+) -> None:
+    near: dict[str, int | None] = {f"ngram-{index}#a": index % groups for index in range(number)}
+    order, service = list(near), Service()
+    random.shuffle(order)
+    for count in range(1, number + 1):
+        service = assign_drafters({name: near[name] for name in order[:count]}, range(groups), service)
+    assert set(near.items()) <= service
 
 
 class HandMember(Member):
@@ -64,7 +79,7 @@ class HandMember(Member):
 
     def __init__(self, key: str, index: int = 0, suffix: str = "a") -> None:
         self.transport, name = HandTransport(), f"{key}-{index}#{suffix}"
-        seat = Seat(f"{key}-{index}", key, index, Demand(key, 1), None)
+        seat = Seat(f"{key}-{index}", key, index, Demand(key, 1), Gang(key))
         super().__init__(name, key, Phase.READY, seat=seat, calls=Calls(self.transport, HandClock()), handle=name)
 
     def sent(self, method: str) -> list[tuple[Any, ...]]:

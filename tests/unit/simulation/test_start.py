@@ -124,7 +124,8 @@ def test_what_is_scaled_up_beyond_the_room_stays_pending(monkeypatch: pytest.Mon
 def test_what_is_configured_must_find_room_in_time() -> None:
     error = Start(cpus=1.0).play()
     assert isinstance(error, ClusterError)
-    assert "1 of 2 actors found no room within 60 s: ngram-0" in str(error) and "Supply" in str(error)
+    assert "2 of 2 actors found no room within 60 s: ngram-0, verifier-0" in str(error) and "Supply" in str(error)
+    assert "Missing: 1 CPU, 0 GPU" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["verifier", "ngram"])

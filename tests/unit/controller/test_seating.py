@@ -1,0 +1,228 @@
+"""Seats in gangs: all of a start or none is held while another run waits, vacant seats are used again, a gang is
+released as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from specactor_ray.actors.specs import VERIFIER
+from specactor_ray.cluster.backend import GroupFacts
+from specactor_ray.cluster.names import actor_name
+from specactor_ray.config.load import from_mapping
+from specactor_ray.controller import seating
+from specactor_ray.controller.fleet import Fleet
+from specactor_ray.controller.reconcile import ReplacementLimits
+from specactor_ray.controller.seating import Seat, Seating
+from specactor_ray.simulation.cluster import Machines, VirtualBackend
+from specactor_ray.simulation.network import Node
+from tests.fakes.virtual import Bench
+
+START = {VERIFIER: 3, "ngram": 3}
+"""Three gangs of two CPUs each, where a group has one verifier."""
+
+
+class CountingBackend(VirtualBackend):
+    queries = 0
+
+    def groups(self) -> Mapping[str, GroupFacts]:
+        self.queries += 1
+        return super().groups()
+
+
+def make_backend(machines: Machines) -> CountingBackend:
+    bench = Bench()
+    never: Callable[..., Any] = lambda _actor: None  # noqa: E731
+    return CountingBackend(bench.network, machines, bench.driver, never, itertools.count())
+
+
+def make_config(verifiers: int = 2, ngram: int = 2) -> Any:
+    drafters = [{"method": "ngram", "replicas": ngram, "hosted": False}]
+    return from_mapping({"mode": "decoupled", "target": {"replicas": verifiers}, "drafters": drafters})
+
+
+class Run:
+    """The seating of a run, whose actors occupy their seats at once."""
+
+    def __init__(self, name: str, machines: Machines, desired: Mapping[str, int] = START, now: float = 0.0) -> None:
+        self.machines, self.name, self.desired = machines, name, dict(desired)
+        self.backend = make_backend(machines)
+        self.seating = Seating(name, make_config(*desired.values()), self.backend)
+        self.seating.form(desired, now)
+        self.settled = list[Seat]()
+        self.add([key for key, number in desired.items() for _ in range(number)])
+
+    def add(self, keys: list[str]) -> list[Seat]:
+        seats = self.seating.claim(keys)
+        for seat in seats:
+            seat.occupant = seat.stem
+        return seats
+
+    def look(self, now: float) -> int:
+        """A round. Returns how many placement groups the run holds."""
+        self.seating.look(now)
+        waiting = [seat for seat in self.seating.seats if seat.occupant and seat.node is None]
+        self.settled += [seat for seat in waiting if self.seating.settle(seat)]
+        mine = [group for group in self.machines.groups if group.name.startswith(actor_name(self.name, ""))]
+        return sum(not group.homeless for group in mine)
+
+    def leave(self, *seats: Seat) -> None:
+        for seat in seats:
+            seat.occupant = None
+
+
+@pytest.fixture
+def single_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each verifier is a group."""
+    monkeypatch.setattr(seating, "VERIFIERS_PER_GROUP", 1)
+
+
+def machines_of(*cpus: float, seed: int = 0) -> Machines:
+    nodes = [Node(f"node-{number}", cpus=size) for number, size in enumerate(cpus)]
+    return Machines(nodes, rng=random.Random(seed))
+
+
+def test_each_group_of_verifiers_is_a_gang_with_its_share_of_draft_actors() -> None:
+    run = Run("a", machines_of(64.0), {VERIFIER: 9, "ngram": 3})
+    stems = [[seat.stem for seat in gang.seats] for gang in run.seating.gangs]
+    assert stems == [
+        [*(f"verifier-{n}" for n in range(5)), "ngram-0", "ngram-2"],
+        [*(f"verifier-{n}" for n in range(5, 9)), "ngram-1"],
+    ]
+    assert [group.name for group in run.machines.groups] == [actor_name("a", "gang-0"), actor_name("a", "gang-1")]
+    run.look(0.1)
+    assert len(run.settled) == 12
+
+
+def test_a_verifier_and_its_draft_actors_are_near_each_other() -> None:
+    """Node 0 has room for a verifier of three CPUs, but not for its draft actors, too."""
+    machines = machines_of(3.0, 8.0)
+    machines.nodes.reverse()
+    run = Run("a", machines, {VERIFIER: 1, "ngram": 2})
+    run.look(0.1)
+    assert len({seat.node for seat in run.settled}) == 1
+
+
+@pytest.mark.usefixtures("single_groups")
+@pytest.mark.parametrize("seed", range(20))
+def test_of_two_runs_in_a_cluster_for_one_and_a_half_one_starts_and_then_the_other(seed: int) -> None:
+    machines = machines_of(9.0, seed=seed)
+    a, b = Run("a", machines), Run("b", machines)
+    halves, times = 0, (number / 10 for number in itertools.count(1))
+    for now in times:
+        held = [run.look(now) for run in (a, b)]
+        assert all(not run.settled or run.seating.is_complete for run in (a, b)), "no actor starts before all have room"
+        halves = halves + 1 if held == [2, 2] else 0
+        assert halves < 25, "each holds a half for more than two seconds"
+        if 3 in held and now > 10.0:
+            break
+        assert now < 60.0
+    first, second = (a, b) if a.seating.is_complete else (b, a)
+    assert len(first.settled) == 6 and not second.settled
+    first.seating.close()
+    ended = now
+    while not second.seating.is_complete:
+        now = next(times)
+        assert now < ended + 20.0
+        second.look(now)
+    assert len(second.settled) == 6
+
+
+@pytest.mark.usefixtures("single_groups")
+def test_a_run_keeps_what_it_has_while_no_other_waits() -> None:
+    """A growing cluster counts what waits as demand."""
+    machines = machines_of(5.0)
+    run = Run("a", machines)
+    assert [run.look(now) for now in (0.1, 3.0, 30.0)] == [2, 2, 2] and not run.settled
+    other = make_backend(machines)
+    waiting = other.request("other", [seat.demand for seat in run.seating.seats])
+    assert run.look(31.0) == 0, "another waits"
+    other.remove(waiting)
+    machines.nodes.append(Node("new", cpus=4.0))
+    run.look(40.0)
+    assert run.look(40.1) == 3 and len(run.settled) == 6
+
+
+def test_vacant_seats_of_a_gang_are_used_again_and_others_are_released() -> None:
+    run = Run("a", machines_of(8.0), {VERIFIER: 1, "ngram": 2})
+    run.look(0.1)
+    placed = list(run.machines.groups)
+    (dead,) = [seat for seat in run.seating.seats if seat.stem == "ngram-1"]
+    cores, node = dead.cores, dead.node
+    run.leave(dead)
+    run.seating.trim({VERIFIER: 1, "ngram": 2})
+    assert run.add(["ngram"]) == [dead] and dead.node is None, "its bundle is looked up again"
+    run.look(0.2)
+    assert (dead.node, dead.cores) == (node, cores) and run.machines.groups == placed, "a replacement in its seat"
+
+    run.leave(dead)
+    run.seating.trim({VERIFIER: 1, "ngram": 1})
+    assert run.machines.groups == placed, "a placement group cannot give back one bundle"
+    again, joined = run.add(["ngram", "ngram"])
+    assert again is dead and joined.stem == "ngram-2" and joined.gang.number is None
+    assert run.machines.groups[1:] and run.machines.groups[1].name == actor_name("a", "ngram-2")
+    run.leave(joined)
+    run.seating.trim({VERIFIER: 1, "ngram": 2})
+    assert run.machines.groups == placed
+    run.seating.close()
+    assert not run.machines.groups
+
+
+@pytest.mark.usefixtures("single_groups")
+def test_a_gang_without_occupants_stays_while_its_seats_are_wanted() -> None:
+    run = Run("a", machines_of(8.0))
+    run.look(0.1)
+    gang = run.seating.gangs[1]
+    run.leave(*gang.seats)
+    run.seating.trim(START)
+    assert gang in run.seating.gangs, "replacements may wait for a back-off"
+    run.seating.trim({VERIFIER: 2, "ngram": 2})
+    assert gang not in run.seating.gangs and len(run.machines.groups) == 2
+
+
+def test_after_the_loss_of_a_node_its_seats_move_and_the_others_stay() -> None:
+    machines = machines_of(2.0, 2.0, 2.0)
+    run = Run("a", machines, {VERIFIER: 2, "ngram": 2})
+    run.look(0.1)
+    before = {seat.stem: seat.node for seat in run.seating.seats}
+    lost = machines.nodes[0]
+    lost.alive = False
+    struck = [seat for seat in run.seating.seats if seat.node == ("node-0", "node-0")]
+    run.leave(*struck)
+    run.add([seat.key for seat in struck])
+    run.look(0.2)
+    for seat in run.seating.seats:
+        assert seat.node == (("node-2", "node-2") if seat in struck else before[seat.stem])
+
+
+def test_a_shortage_names_what_is_missing_and_the_runs_that_hold_it() -> None:
+    machines = machines_of(8.0)
+    evening = Run("evening", machines, {VERIFIER: 3, "ngram": 2})
+    evening.look(0.1)
+    make_backend(machines).request("", [evening.seating.seats[0].demand])
+    run = Run("a", machines, {VERIFIER: 2, "ngram": 2})
+    run.look(0.2)
+    table = run.seating.shortage()
+    for line in ("in all                   4 CPU", "free 3 CPU", "Missing: 1 CPU, 0 GPU"):
+        assert line in table
+    assert "Held by: other placement groups: 1 CPU, 0 GPU; run evening: 5 CPU, 0 GPU" in table
+
+
+def test_a_round_asks_once_for_all_placement_groups(caplog: pytest.LogCaptureFixture) -> None:
+    """And the resources in a message are those before the run's own placement groups."""
+    machines = machines_of(2.0)
+    backend = make_backend(machines)
+    config = make_config(verifiers=9, ngram=9)
+    fleet = Fleet(config, "run", backend, ReplacementLimits(), None)
+    fleet.settle_pending()
+    fleet.reconcile({VERIFIER: 9, "ngram": 9})
+    assert backend.queries == 0 and len(fleet.members) == 18
+    for member in fleet.members.values():
+        member.since -= 5.0
+    fleet.settle_pending()
+    assert backend.queries == 1
+    assert "not placed on the cluster yet" in caplog.text and "2 CPU, 0 GPU, free 2 CPU" in caplog.text
