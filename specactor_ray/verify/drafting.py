@@ -113,6 +113,9 @@ class HostedSeat(DrafterSeat):
         if not len(changed):
             return 0
         table.publish(number, changed)
+        counters = self.runner.counters
+        counters["tails"] += len(changed)
+        counters["branches"] += int(np.count_nonzero(table.length[number, changed, 1:]))
         return max(self.runner.proposer.drafted, 1)
 
     def end(self, row: int, finished: bool) -> None:
