@@ -145,7 +145,7 @@ def test_two_deepspeed_ranks_have_the_gradients_of_one_process(stage: int, algor
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("stage", "algorithm"), CASES)
+@pytest.mark.parametrize(("stage", "algorithm"), CASES[1:])
 def test_two_deepspeed_ranks_make_the_steps_of_one_process(stage: int, algorithm: str) -> None:
     """AdamW's first step is about the sign of a gradient, so it is compared where the gradient is not rounding."""
     one_config, two_config = settings("torch", algorithm=algorithm), settings("deepspeed", stage, algorithm)
@@ -168,7 +168,6 @@ def test_two_deepspeed_ranks_make_the_steps_of_one_process(stage: int, algorithm
 @pytest.mark.parametrize(
     ("kind", "stage", "own"),
     [
-        ("doge", 1, "_residual"),
         ("gpt2", 2, "attn.weight"),
         ("doge", 3, "_residual"),
         ("gpt_oss", 3, ("sinks", "experts.down_proj")),
@@ -231,7 +230,7 @@ def refuse_to_save(ranks: ForkedRanks, count: int, folder: Path) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> None:
     config = settings("deepspeed", stage)
     config.trainer.mini_batches = 1

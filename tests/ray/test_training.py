@@ -78,11 +78,13 @@ def records(outcome_folder: Path) -> list[dict[str, Any]]:
     return read_metrics(outcome_folder / "metrics.jsonl")
 
 
-def command(overrides: Sequence[str]) -> subprocess.Popen:
-    arguments = [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides]
-    return subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+def command(overrides: Sequence[str], **environment: str) -> subprocess.Popen:
+    arguments, both = (
+        [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides],
+        {**os.environ, **environment},
     )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(arguments, cwd=ROOT, env=both, start_new_session=True, **pipes)
 
 
 def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout_s: float = 120.0) -> None:
@@ -98,7 +100,7 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
     tasks: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs"
-    common = ("trainer.steps=10", "checkpoint.every=2", "algorithm.name=ppo", *FEW)
+    common = ("trainer.steps=12", "checkpoint.every=2", "algorithm.name=ppo", *FEW)
     whole = command(settings(tasks, folder, "whole", *common))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output
@@ -112,15 +114,8 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=240)
 
-    headless = command(struck)
-    wait_for_steps(headless, metrics, 5)
-    (head,) = [one for one in psutil.Process(headless.pid).children(recursive=True) if "gcs_server" in one.cmdline()[0]]
-    head.kill()
-    output = headless.communicate(timeout=240)[0]
-    assert headless.returncode == 1 and "continues from" in output and "Traceback" not in output, output
-
     stopped = command(struck)
-    wait_for_steps(stopped, metrics, 7)
+    wait_for_steps(stopped, metrics, 5)
     os.killpg(stopped.pid, signal.SIGTERM)  # as `timeout` and schedulers do: it reaches the private cluster too
     output = stopped.communicate(timeout=240)[0]
     assert stopped.returncode == 130, output
@@ -129,12 +124,19 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
     assert (folder / "struck" / "checkpoints" / f"step-{steps:06d}").is_dir()
     assert json.loads((folder / "struck" / "summary.json").read_text())["status"] == "interrupted"
 
+    headless = command(struck, RAY_gcs_rpc_server_reconnect_timeout_s="5")
+    wait_for_steps(headless, metrics, steps + 1)
+    (head,) = [one for one in psutil.Process(headless.pid).children(recursive=True) if "gcs_server" in one.cmdline()[0]]
+    head.kill()
+    output = headless.communicate(timeout=240)[0]
+    assert headless.returncode == 1 and f"(step {steps})" in " ".join(output.split()), output
+    assert "Traceback" not in output, output
+
     resumed = command(struck)
     output = resumed.communicate(timeout=200)[0]
-    assert resumed.returncode == 0, output
-    assert f"(step {steps})" in " ".join(output.split())
+    assert resumed.returncode == 0 and "continues from" in output, output
     learnt = [[record["train"] for record in records(folder / name)] for name in ("whole", "struck")]
-    assert len(learnt[0]) == 10
+    assert len(learnt[0]) == 12
     assert learnt[0] == learnt[1]
 
 
