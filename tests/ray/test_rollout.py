@@ -245,7 +245,7 @@ class TestOneRollout:
             assert tokens == plain[params.temperature][place][: params.max_tokens]
 
     def test_a_killed_drafter_is_replaced(self, plain: Any, rollout: Rollout) -> None:
-        lost, other = pids(rollout, "drafter")
+        lost = pids(rollout, "drafter")[0]
         stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         first = next(stream)
         os.kill(lost, signal.SIGKILL)
