@@ -1,4 +1,4 @@
-"""A real model from end to end: SmolLM2-135M-Instruct, 16 real prompts at two temperatures, all modes, fp32."""
+"""A real model from end to end: SmolLM2-135M-Instruct, 8 real prompts at two temperatures, all modes, fp32."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def roll(mode: str, *overrides: str) -> tuple[list[Trajectory], dict[str, Any]]:
         *overrides,
     ]
     config = load_config(ROOT / "conf" / "local_cpu.yaml", settings)
-    prompts = read_prompts(ROOT / "conf" / "prompts" / "demo.jsonl", limit=16)
-    assert len(prompts) == 16
+    prompts = read_prompts(ROOT / "conf" / "prompts" / "demo.jsonl", limit=8)
+    assert len(prompts) == 8
     sampling = [SamplingParams(temperature=t, max_tokens=24, seed=7) for t in (0.0, 1.0) for _ in prompts]
     with Rollout.from_config(config) as rollout:
         done = rollout.generate([*prompts, *prompts], sampling)
@@ -53,7 +53,7 @@ def plain() -> list[Trajectory]:
     done, metrics = roll("plain")
     assert metrics["drafted_tokens"] == 0 and metrics["acceptance_length"] == 1.0
     assert all(t.text and not t.error for t in done)
-    assert [t.token_ids for t in done[:16]] != [t.token_ids for t in done[16:]]
+    assert [t.token_ids for t in done[:8]] != [t.token_ids for t in done[8:]]
     return done
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from rich.console import Console
 
 from specactor_ray.cli.report import rollout_table
@@ -145,7 +146,15 @@ def meddling(rollout: Any) -> Iterator[None]:
     thread.join(DEADLINE_S)
 
 
-def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    """For both runs."""
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def test_a_summary_is_that_of_the_records(tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, console = tiny_prompts(PROMPTS), Console(record=True, width=160)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
     write, consume, written = TrajectoryWriter.write, rollout_run._consume, list[int]()

@@ -23,7 +23,7 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.transport.messages import RequestStats
-from tests.plain_decoding import cut_at_stops
+from tests.plain_decoding import cut_at_stops, plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
@@ -42,9 +42,10 @@ def cluster() -> Iterator[None]:
 
 
 def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sections: Any) -> Config:
+    target = {"model": str(tiny_target()), "dtype": "float32", "max_batch": 6, "kv_cache_gb": 0.05}
     settings: dict[str, Any] = {
         "mode": mode,
-        "target": {"model": str(tiny_target()), "replicas": verifiers, "max_batch": 6, "kv_cache_gb": 0.05},
+        "target": {**target, "replicas": verifiers},
         "drafters": drafters,
         # More actors than this machine has cores: the protocol is tested here, the placement elsewhere.
         "cluster": {"address": "local", "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 5.0},
@@ -96,8 +97,13 @@ def running(settings: Config) -> Iterator[Rollout]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[float, dict[str, tuple[int, ...]]]:
-    with running(config("plain", [])) as rollout:
-        return {temperature: tokens_of(generate(rollout, temperature)) for temperature in (0.0, 1.0)}
+    """What plain decoding gives, without a rollout."""
+    found = {}
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=48, seed=3)
+        tokens = plain_tokens(tiny_target(), tiny_prompts(PROMPTS), sampling, SAMPLES)
+        found[temperature] = {f"{prompt}/{sample}": one for (prompt, sample), one in tokens.items()}
+    return found
 
 
 @pytest.fixture(scope="class", params=[("coupled", "tail"), ("decoupled", "off")], ids=["coupled", "decoupled"])

@@ -16,6 +16,7 @@ from specactor_ray.models.loading import tied
 from specactor_ray.models.probe import eager_logprobs, probe_tokens
 from specactor_ray.models.weight_format import WeightFormat
 from specactor_ray.target.vllm import VllmEngine
+from tests.families import one_of_each
 from tests.tiny import tiny_vllm_target
 from tests.unit.target.test_hf_engine import load
 from tests.vllm import needs_vllm
@@ -100,7 +101,7 @@ def require_close(engine: VllmEngine, expected: np.ndarray, what: str, tolerance
 def test_one_tensor_at_a_time_and_all_at_once(family: str, tmp_path: Path) -> None:
     old, new, ties = weights_of(family, 0), weights_of(family, 1), tied(make_model(family, 0))
     moved = {"all": new}
-    for name in (name for name in old if name not in ties):
+    for name in one_of_each(name for name in old if name not in ties):
         moved[name] = {**old, name: new[name], **{tie: new[name] for tie, owner in ties.items() if owner == name}}
     model = make_model(family, 1)
     expected = {}  # before the engine: vLLM decorates the classes of some models
