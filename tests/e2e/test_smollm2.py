@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config import load_config
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.transport.messages import RequestStats
+from tests.local_ray import local_ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -23,11 +22,7 @@ NEAR_TIE = 1e-4
 TWIN = "drafters=[{method: ngram}, {method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+cluster = local_ray(4)
 
 
 def roll(mode: str, *overrides: str) -> tuple[list[Trajectory], dict[str, Any]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from rich.console import Console
 
 from specactor_ray.cli.report import rollout_table
@@ -27,6 +26,7 @@ from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.transport.messages import RequestStats
 from tests.faults.run import is_sum_of_steps
+from tests.local_ray import local_ray
 from tests.plain_decoding import cut_at_stops, plain_tokens
 from tests.tiny import tiny_prompts, tiny_target
 
@@ -146,15 +146,10 @@ def meddling(rollout: Any) -> Iterator[None]:
     thread.join(DEADLINE_S)
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    """For both runs."""
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(4)
 
 
-def test_a_summary_is_that_of_the_records(tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, console = tiny_prompts(PROMPTS), Console(record=True, width=160)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
     write, consume, written = TrajectoryWriter.write, rollout_run._consume, list[int]()

@@ -23,6 +23,7 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.transport.messages import RequestStats
+from tests.local_ray import local_ray
 from tests.plain_decoding import cut_at_stops, plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 from tests.waiting import wait_until
@@ -34,11 +35,7 @@ SAMPLES = 4
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+cluster = local_ray(12, log_to_driver=False)
 
 
 def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sections: Any) -> Config:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from specactor_ray.core.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.trainer.trainer_ranks import TrainerGroup
 from tests.fakes.forked_ranks import ForkedRanks
+from tests.local_ray import local_ray
 from tests.processes.test_ranks import assert_close, settings
 from tests.processes.test_ranks import weights_of as forked_weights
 from tests.unit.learner.test_update import make_samples
@@ -27,11 +27,7 @@ from tests.unit.learner.test_update import make_samples
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(2)
 
 
 def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config import load_config
@@ -29,6 +28,7 @@ from specactor_ray.trainer.record import numbers
 from specactor_ray.trainer.run import train
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
+from tests.local_ray import local_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,12 +140,7 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
     assert learnt[0] == learnt[1]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """For the tests after those that start a cluster of their own: there is never more than one."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(2, autouse=False)  # after those that start a cluster of their own: there is never more than one
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
@@ -21,7 +20,8 @@ from specactor_ray.serve.requests import MOST_CHOICES
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits, Service
 from tests.contract import lacking
-from tests.ray.test_serve import served
+from tests.local_ray import local_ray
+from tests.served import served
 from tests.tiny import tiny_prompt_ids, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -54,11 +54,7 @@ PARTS = {
 """Everything of TRL that is used beside what is imported."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(4)
 
 
 def test_the_installed_version_has_every_part() -> None:

@@ -31,6 +31,7 @@ from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout import rollout as rollout_module
 from tests.fakes.dropping import DROPPED, DroppingVerifier
+from tests.local_ray import local_ray
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.waiting import wait_until
@@ -43,12 +44,7 @@ STORE_MB = 80
 """Object store of the node."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    options = {"include_dashboard": False, "namespace": "specactor", "logging_level": "ERROR"}
-    ray.init(address="local", num_cpus=4, object_store_memory=STORE_MB << 20, **options)
-    yield
-    ray.shutdown()
+cluster = local_ray(4, object_store_memory=STORE_MB << 20)
 
 
 def config(model: Path, mode: str = "plain", **more: Any) -> Config:

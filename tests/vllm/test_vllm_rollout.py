@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.rollout import Rollout
+from tests.local_ray import local_ray
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_prompts, tiny_vllm_target
 from tests.vllm import needs_vllm
@@ -24,11 +23,7 @@ NGRAM = {"method": "ngram"}
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+cluster = local_ray(8, log_to_driver=False)
 
 
 def config(mode: str, drafters: list[dict[str, Any]]) -> Config:

@@ -21,33 +21,19 @@ from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
+from tests.served import SETTINGS
 from tests.tiny import tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 COUNT = 6
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-SETTINGS: dict[str, Any] = {
-    "mode": "coupled",
-    "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
-    "drafters": [{"method": "suffix"}],
-    "cluster": {"pin_cores": False},
-}
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping(SETTINGS)) as rollout:
-        yield rollout
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def actor(rollout: Rollout) -> Iterator[Any]:
     """Another rollout on the same cluster."""
-    target = {**SETTINGS["target"], "replicas": 1}
-    actor = ray.remote(RolloutActor).options(num_cpus=0).remote(from_mapping({**SETTINGS, "target": target}))
+    actor = ray.remote(RolloutActor).options(num_cpus=0).remote(from_mapping(SETTINGS))
     ray.get(actor.start.remote(), timeout=120)
     yield actor
     ray.get(actor.close.remote(), timeout=120)

@@ -17,15 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file, save_file
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.config.load import from_mapping
 from specactor_ray.models.loading import load_model
 from specactor_ray.table.requests import TargetRequest
-from tests.ray.test_serve import SETTINGS, Served, served
+from tests.served import Served
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import run
 from tests.unit.target.test_hf_engine import load, make
@@ -35,20 +33,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 PROMPTS = [list(one) for one in tiny_prompt_ids(3)]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=11)
 LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping({**SETTINGS, "trainer": {"weight_bucket_mb": 1}})) as rollout:
-        yield rollout
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def server(rollout: Rollout) -> Iterator[Served]:
-    with served(rollout) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
