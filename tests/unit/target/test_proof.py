@@ -85,7 +85,7 @@ def test_a_dropped_tensor_is_found_by_name(name: str, dropped: str, dtype: str, 
     engine.dropped = dropped  # type: ignore[attr-defined]
     weights, tensors = sent(layout, {**moved(name)})
     engine.load_weights(1, tensors)
-    with pytest.raises(WeightsError, match=rf"version 1 did not arrive: .* not loaded: {dropped}"):
+    with pytest.raises(WeightsError, match=rf"version 1 .*{dropped}"):
         prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
 
 
