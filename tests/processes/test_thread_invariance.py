@@ -15,8 +15,8 @@ torch.manual_seed(0)
 shape = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
 model = RaggedModel(LlamaForCausalLM(LlamaConfig(vocab_size=900, num_hidden_layers=2, **shape)), 16 << 20)
 model._threads = None
-rows = np.array([model.cache.open(1600) for _ in range(3)])
-for counts in ([700, 15, 1501], [1, 1, 1], [5, 1, 9], [1, 64, 2], [1, 1, 1]):
+rows = np.array([model.cache.open(900) for _ in range(3)])
+for counts in ([400, 15, 801], [1, 1, 1], [5, 1, 9], [1, 64, 2], [1, 1, 1]):
     counts, before = np.array(counts), model.cache.lengths[rows]
     results = []
     for threads in (1, 2):

@@ -27,9 +27,10 @@ from specactor_ray.controller.controller import Controller, start_controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
+from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError
 from specactor_ray.core.leftovers import start_ticks
 from tests.fakes.actors import FakeDrafter, FakeVerifier
+from tests.refused import refused
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
@@ -127,8 +128,8 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
     ray.get(handle.scale.remote({"ngram": 1, "draft_model": 0}))
     assert wait_for_drafters(handle, 1) == first, "the newest go first"
     wait_until(lambda: groups_left() == ["specactor::evening::gang-0"], "their placement groups are removed")
-    for bad, words in (({"ngram": -1}, "not a number"), ({"eagle": 1}, "ngram, draft_model")):
-        with pytest.raises(ConfigError, match=words):
+    for bad, key in (({"ngram": -1}, "drafters.ngram"), ({"eagle": 1}, "drafters")):
+        with refused(key):
             ray.get(handle.scale.remote(bad))
 
     groups = sorted(groups_left())
@@ -138,9 +139,9 @@ def test_actors_are_scaled_and_replaced_and_the_run_is_found_by_name(run: Callab
     wait_until(lambda: all(told == second for told in drafters_told(handle).values()), "verifiers have the new one")
 
     assert list_runs() == ["evening"] and rows(find_controller("evening"), "verifier", "ready")
-    with pytest.raises(ClusterError, match="alive here: evening"):
+    with pytest.raises(ClusterError, match="evening"):
         find_controller("morning")
-    with pytest.raises(ConfigError, match="is alive"):
+    with refused("run.name", "evening"):
         start_controller(config, FAKES, QUICK)
 
 
@@ -238,9 +239,9 @@ def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
 def test_a_run_without_room_is_refused_with_demand_and_supply(cluster: Cluster) -> None:
     config = make_config(verifiers=2, ngram=1, placement_timeout_s=1.0)
     config.target.cores = 4
-    with pytest.raises(ClusterError, match="found no room within 1 s") as caught:
+    with pytest.raises(ClusterError, match="verifier-1") as caught:
         start_controller(config, FAKES, QUICK)
-    for words in ("verifier-1", "9 CPU", "6 CPU, 0 GPU, free 6 CPU", "Fix:"):
+    for words in ("9 CPU", "6 CPU", "Fix:"):
         assert words in str(caught.value)
     wait_until(lambda: not groups_left(), "placement groups removed")
 
@@ -251,7 +252,7 @@ def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
     config.drafters[0].cores = len(os.sched_getaffinity(0))
     if config.drafters[0].cores > 5:
         pytest.skip("the cluster of this test has six CPUs")
-    with pytest.raises(ClusterError, match=r"ngram-0 needs .*verifier-0 holds \d.*pin_cores"):
+    with pytest.raises(ClusterError, match=r"ngram-0 .*verifier-0 .*pin_cores"):
         start_controller(config, FAKES, QUICK)
     wait_until(lambda: not groups_left(), "placement groups removed")
 

@@ -26,6 +26,7 @@ from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.transport.messages import RequestStats
 from tests.faults.run import is_sum_of_steps
+from tests.local_ray import local_ray
 from tests.plain_decoding import cut_at_stops, plain_tokens
 from tests.tiny import tiny_prompts, tiny_target
 
@@ -143,6 +144,9 @@ def meddling(rollout: Any) -> Iterator[None]:
     yield
     ended.set()
     thread.join(DEADLINE_S)
+
+
+cluster = local_ray(4)
 
 
 def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,10 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.transport.messages import RequestStats
-from tests.plain_decoding import cut_at_stops
+from tests.local_ray import local_ray
+from tests.plain_decoding import cut_at_stops, plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -33,17 +35,14 @@ SAMPLES = 4
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+cluster = local_ray(12, log_to_driver=False)
 
 
 def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sections: Any) -> Config:
+    target = {"model": str(tiny_target()), "dtype": "float32", "max_batch": 6, "kv_cache_gb": 0.05}
     settings: dict[str, Any] = {
         "mode": mode,
-        "target": {"model": str(tiny_target()), "replicas": verifiers, "max_batch": 6, "kv_cache_gb": 0.05},
+        "target": {**target, "replicas": verifiers},
         "drafters": drafters,
         # More actors than this machine has cores: the protocol is tested here, the placement elsewhere.
         "cluster": {"address": "local", "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 5.0},
@@ -95,36 +94,53 @@ def running(settings: Config) -> Iterator[Rollout]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[float, dict[str, tuple[int, ...]]]:
-    with running(config("plain", [])) as rollout:
-        return {temperature: tokens_of(generate(rollout, temperature)) for temperature in (0.0, 1.0)}
+    """What plain decoding gives, without a rollout."""
+    found = {}
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=48, seed=3)
+        tokens = plain_tokens(tiny_target(), tiny_prompts(PROMPTS), sampling, SAMPLES)
+        found[temperature] = {f"{prompt}/{sample}": one for (prompt, sample), one in tokens.items()}
+    return found
 
 
-@pytest.mark.parametrize(("mode", "race"), [("coupled", "tail"), ("decoupled", "off")])
-def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> None:
+@pytest.fixture(scope="class", params=[("coupled", "tail"), ("decoupled", "off")], ids=["coupled", "decoupled"])
+def by_mode(request: pytest.FixtureRequest) -> Iterator[Rollout]:
+    mode, race = request.param
     settings = config(mode, [NGRAM, small()])
     settings.speculation.race = RaceName[race]
     with running(settings) as rollout:
-        done = [generate(rollout, temperature) for temperature in (0.0, 1.0)]
-        metrics = rollout.metrics().to_dict()
-        drafters = [row["method"] for row in rollout.status() if row["kind"] == "drafter"]
-        assert drafters == (["draft_model"] if mode == "decoupled" else [])
-        with pytest.raises(ConfigError, match="mode" if mode == "coupled" else "drafters.0.hosted: verifiers draft by"):
-            rollout.scale({"ngram": 3})
-        end = time.monotonic() + 200.0
-        tokens = sum(len(t.token_ids) for t in (*done[0], *done[1]))
-        while len(history := histories(rollout)) < 2 or min(history) < tokens:
-            assert time.monotonic() < end, f"{history}: not each verifier hosts it and has learned what others finished"
-            time.sleep(0.2)
+        yield rollout
+
+
+class TestModes:
+    """One rollout of each mode goes through these, in this order."""
+
+    def test_tokens_are_those_of_plain_decoding(self, plain: Any, by_mode: Rollout) -> None:
+        done = [generate(by_mode, temperature) for temperature in (0.0, 1.0)]
+        assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
+        assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in (*done[0], *done[1]))
+        metrics = by_mode.metrics()
+        assert metrics.accepted_tokens > 0
+        # What a verifier commits between the last journal entry and a move is computed again.
+        assert metrics.committed_tokens >= sum(len(t.token_ids) for t in (*done[0], *done[1]))
+
+    def test_verifiers_learn_what_others_finished(self, plain: Any, by_mode: Rollout) -> None:
+        tokens = sum(map(len, (*plain[0.0].values(), *plain[1.0].values())))
+        wait_until(lambda: len(seen := histories(by_mode)) == 2 and min(seen) >= tokens, "histories of both", 200.0)
+
+    def test_stop_texts_end_outputs(self, plain: Any, by_mode: Rollout) -> None:
         stopping = SamplingParams(max_tokens=48, seed=3, stop=STOPS)
-        stopped = rollout.generate(tiny_prompts(PROMPTS), stopping, n=SAMPLES)
-    assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
-    expected = {name: cut_at_stops(tiny_target(), tokens, STOPS) for name, tokens in plain[1.0].items()}
-    assert {f"{t.prompt_index}/{t.sample_index}": (t.token_ids, t.text) for t in stopped} == expected
-    assert {t.stop_reason for t in stopped} >= set(STOPS)
-    assert metrics["accepted_tokens"] > 0
-    # What a verifier commits between the last journal entry and a move is computed again.
-    assert metrics["committed_tokens"] >= sum(len(t.token_ids) for t in (*done[0], *done[1]))
-    assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in (*done[0], *done[1]))
+        stopped = by_mode.generate(tiny_prompts(PROMPTS), stopping, n=SAMPLES)
+        expected = {name: cut_at_stops(tiny_target(), tokens, STOPS) for name, tokens in plain[1.0].items()}
+        assert {f"{t.prompt_index}/{t.sample_index}": (t.token_ids, t.text) for t in stopped} == expected
+        assert {t.stop_reason for t in stopped} >= set(STOPS)
+
+    def test_actors_are_those_of_the_mode(self, by_mode: Rollout) -> None:
+        apart = [row["method"] for row in by_mode.status() if row["kind"] == "drafter"]
+        assert apart in ([], ["draft_model"])
+        with pytest.raises(ConfigError) as refused:
+            by_mode.scale({"ngram": 3})
+        assert refused.value.key == ("drafters.0.hosted" if apart else "mode")
 
 
 def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
@@ -143,10 +159,9 @@ def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
         assert drafted == methods and rollout.metrics().accepted_tokens > 0
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "coupled"])
-def test_misbehaving_drafters_change_nothing(mode: str, plain: Any) -> None:
+def test_misbehaving_drafters_change_nothing(plain: Any) -> None:
     drafters = [{"method": f"tests.fakes.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
-    with running(config(mode, [*drafters, NGRAM], verifiers=1)) as rollout:
+    with running(config("decoupled", [*drafters, NGRAM], verifiers=1)) as rollout:
         assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
 
 
@@ -166,7 +181,7 @@ def histories(rollout: Rollout) -> list[int]:
     return [one["history_tokens"] for inline in counters for name, one in inline.items() if name.startswith("ngram")]
 
 
-def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
+def test_a_killed_verifier_comes_back_with_its_weights_and_inline_drafters(plain: Any) -> None:
 
     def kill(rollout: Rollout) -> None:
         before, pid = rollout.committed_tokens, pids(rollout, "verifier")[0]
@@ -175,29 +190,23 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
         os.kill(pid, signal.SIGKILL)
 
     with running(config("coupled", [NGRAM, small()])) as rollout:
+        version = rollout.update_weights(tiny_target())
         while not rollout.reissued_requests:  # the process was killed while it had requests
             assert tokens_of(generate(rollout, 1.0, kill)) == plain[1.0]
         rollout.forget_history()
         end = time.monotonic() + 120.0
         while (drafting := hosted_methods(rollout)) != [{"ngram", "draft_model"}] * 2:  # the replacement's among them
             assert time.monotonic() < end, drafting
-            assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
-        assert rollout.metrics().accepted_tokens > 0
+            done = generate(rollout, 1.0)
+            assert tokens_of(done) == plain[1.0] and {one.weight_version for one in done} == {version}
         rows = [row for row in rollout.status() if row["phase"] == "ready"]
-        assert {row["kind"] for row in rows} == {"verifier"} and all("drafts itself" in row["note"] for row in rows)
-        with pytest.raises(ConfigError, match="mode: 'coupled' has no draft actors to scale"):
-            rollout.scale({"draft_model": 2})
+        assert [(row["kind"], row["weight_version"]) for row in rows] == [("verifier", version)] * 2
+        assert all("drafts itself" in row["note"] for row in rows)
 
 
-def test_drafters_are_asked_for_their_health() -> None:
+def test_verifiers_are_asked_for_the_health_of_their_drafters() -> None:
     """The controller asks for it once, before the rollout begins, and then not for ten minutes."""
     rare = {"address": "local", "pin_cores": False, "health_interval_s": 600.0, "health_timeout_s": 1200.0}
-    with running(config("decoupled", [small()], 1, cluster=rare)) as rollout:
-        end = time.monotonic() + 200.0
-        while not (health := (rollout.drafters() or [{"right": 0}])[0])["right"]:  # a draft actor may join late
-            assert time.monotonic() < end, health
-            rollout.generate(tiny_prompts(4), SAMPLING)
-        assert health["tried"] >= health["right"]
     with running(config("coupled", [{"method": "tests.fakes.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
         rollout.generate(tiny_prompts(4), SAMPLING)
         (line,) = alarm_lines(rollout.drafters())
@@ -228,12 +237,8 @@ class TestOneRollout:
 
     def test_every_prompt_may_be_sampled_in_its_own_way(self, plain: Any, rollout: Rollout) -> None:
         mixed = [SamplingParams(temperature=i % 2 * 1.0, max_tokens=48 // (1 + i), seed=3) for i in range(PROMPTS)]
-        with pytest.raises(InputError, match="2 entries for 1 prompts"):
-            rollout.stream(tiny_prompts(1), mixed[:2])
-        with pytest.raises(InputError, match="0 entries for 1 prompts"):
-            rollout.stream(tiny_prompts(1), [])
-        for strange in ([mixed[0], None], [mixed[0], {"seed": 1}]):
-            with pytest.raises(InputError, match="must be SamplingParams"):
+        for strange in (mixed[:1], [], [mixed[0], None], [mixed[0], {"seed": 1}]):
+            with pytest.raises(InputError):
                 rollout.stream(tiny_prompts(2), strange)
         (one,) = rollout.stream(["not encoded"], SAMPLING, n=1, encoded=[((5, 6), "")])
         assert (one.prompt, one.prompt_token_ids, one.finish_reason != "error") == ("not encoded", (5, 6), True)
@@ -242,12 +247,21 @@ class TestOneRollout:
             params = mixed[int(place.partition("/")[0])]
             assert tokens == plain[params.temperature][place][: params.max_tokens]
 
+    def test_a_killed_drafter_is_replaced(self, plain: Any, rollout: Rollout) -> None:
+        lost = pids(rollout, "drafter")[0]
+        stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
+        first = next(stream)
+        os.kill(lost, signal.SIGKILL)
+        assert tokens_of([first, *stream]) == plain[1.0]
+        wait_until(lambda: len(now := pids(rollout, "drafter")) == 2 and lost not in now, "a replacement")
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
+
     def test_a_stream_left_early_disturbs_no_other(self, plain: Any, rollout: Rollout) -> None:
         stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         next(stream)
         beside = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         first = next(beside)
-        with pytest.raises(InputError, match="while a stream is open"):
+        with pytest.raises(InputError):
             rollout.sleep()
         stream.close()
         assert tokens_of([first, *beside]) == plain[1.0]
@@ -262,10 +276,9 @@ class TestOneRollout:
                 while len(pids(rollout, "drafter")) != count:
                     time.sleep(0.2)
                 seen.append(count)
-            with pytest.raises(ConfigError, match="ngram"):
-                rollout.scale({"suffix": 1})
-            with pytest.raises(ConfigError):
-                rollout.scale({"ngram": -1})
+            for wrong in ({"suffix": 1}, {"ngram": -1}):
+                with pytest.raises(ConfigError):
+                    rollout.scale(wrong)
             seen.append(-1)
 
         scaler = threading.Thread(target=scale, daemon=True)

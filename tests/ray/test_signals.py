@@ -112,7 +112,7 @@ from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.signals import Terminated, sigterm_interrupts
 
 with sigterm_interrupts():
-    with connect(ClusterConfig(address=sys.argv[1], num_cpus=1 if sys.argv[1] == "local" else None)):
+    with connect(ClusterConfig(address=sys.argv[1])):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
@@ -122,9 +122,8 @@ with sigterm_interrupts():
 """
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["private", "joined"])
-def test_an_orderly_end_after_sigterm_has_its_time(joins: bool, address: str) -> None:
-    command = [sys.executable, "-c", AFTER_A_START, address if joins else "local"]
+def test_an_orderly_end_after_sigterm_has_its_time(address: str) -> None:
+    command = [sys.executable, "-c", AFTER_A_START, address]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "interrupted; stopping ...\n")
 

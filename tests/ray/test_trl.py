@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
@@ -21,7 +20,8 @@ from specactor_ray.serve.requests import MOST_CHOICES
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits, Service
 from tests.contract import lacking
-from tests.ray.test_serve import served
+from tests.local_ray import local_ray
+from tests.served import served
 from tests.tiny import tiny_prompt_ids, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -54,11 +54,7 @@ PARTS = {
 """Everything of TRL that is used beside what is imported."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(4)
 
 
 def test_the_installed_version_has_every_part() -> None:
@@ -174,15 +170,15 @@ def test_a_generation_above_the_limits_of_a_request(
 
 
 def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not answer"):
+    with pytest.raises(InputError, match="127"):
         attach(trainer(tmp_path), "http://127.0.0.1:9")
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="none"):
         attach(trainer(tmp_path), "http://127.0.0.1:9", str(tmp_path / "none"))
     with served(drafting) as server:
         other = trainer(tmp_path)
         other._tokenizer.add_tokens(["rivers"])
         for place in (drafting, server.url):
-            with pytest.raises(InputError, match="has another tokenizer"):
+            with pytest.raises(InputError, match="tokenizer"):
                 attach(other, place)
 
 
@@ -203,11 +199,11 @@ def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not available"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured_outputs_regex='a"),
-        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: the options are"),
-        ({"generation_kwargs": {"stop_token_ids": 5}}, "TRL's arguments or generation_kwargs"),
-        ({"max_completion_length": 64}, "max_completion_length is 64, and target.max_model_len 64"),
+        ({"generation_kwargs": {"seed": 1}}, "seed=1"),
+        ({"generation_kwargs": {"stop_token_ids": 5}}, "generation_kwargs"),
+        ({"max_completion_length": 64}, "max_completion_length.*target.max_model_len"),
     ],
     ids=str,
 )
@@ -219,15 +215,15 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_what_cannot_be_attached_is_refused(drafting: Rollout, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not list"):
+    with pytest.raises(InputError, match="list"):
         attach([], drafting)
     twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None, "stop": "x"}, top_k=-1)
-    with pytest.raises(InputError, match="the main process passes no rollout"):
+    with pytest.raises(InputError, match="rollout"):
         attach(twice, None)
-    with pytest.raises(InputError, match="not int"):
+    with pytest.raises(InputError, match="int"):
         attach(twice, 5)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="not 'ftp://host'"):
+    with pytest.raises(InputError, match="ftp://host"):
         attach(twice, "ftp://host")
     attach(twice, drafting)
-    with pytest.raises(InputError, match="use_vllm is True"):
+    with pytest.raises(InputError, match="use_vllm"):
         attach(twice, drafting)

@@ -242,12 +242,12 @@ def test_weights_change_tokens_and_back(manager: Any, server: Any, local: VerlSe
     os.environ["RANK"] = "0"  # as a rank of a trainer that shares its processes with the rollout
     model = omega_conf_to_dataclass(manager.config.actor_rollout_ref.model)
     adapter = get_rollout_class("specactor")(config, model, None)
-    with pytest.raises(InputError, match=r"lm_head.weight missing"):
+    with pytest.raises(InputError, match=r"lm_head\.weight"):
         asyncio.run(adapter.update_weights(pair for pair in weights(1.0) if pair[0] != "lm_head.weight"))
     asyncio.run(adapter.update_weights(weights(1.0), global_steps=301, peft_config=None, base_sync_done=True))
     again = ray.get(ask(server, prompt, asked))
     assert again.token_ids == before.token_ids and again.extra_fields["global_steps"] == 301
-    with pytest.raises(InputError, match="adapters are not available"):
+    with pytest.raises(InputError, match="adapter"):
         asyncio.run(adapter.update_weights(weights(1.0), peft_config={"r": 8}))
 
 
@@ -272,9 +272,9 @@ def test_sleep_and_wake(local: VerlServer, plain: Rollout) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name(server: Any) -> None:
-    with pytest.raises(InputError, match="image_data is not available"):
+    with pytest.raises(InputError, match="image_data"):
         ray.get(ask(server, ids(0), GREEDY, image_data=["image"]))
-    with pytest.raises(InputError, match=r"sampling_params\.min_p=0\.2 is not available"):
+    with pytest.raises(InputError, match=r"sampling_params\.min_p=0\.2"):
         ray.get(ask(server, ids(0), {**GREEDY, "min_p": 0.2}))
-    with pytest.raises(ConfigError, match=r"rollout\.enable_rollout_routing_replay: True is not available"):
+    with pytest.raises(ConfigError, match=r"rollout\.enable_rollout_routing_replay: "):
         LLMServerManager.create(configured(enable_rollout_routing_replay=True))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
-import os
-import signal
-import sys
+import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,13 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError, WeightsError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
-from specactor_ray.learner.batching import Sample
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout import rollout as rollout_module
-from specactor_ray.trainer.run import train
-from specactor_ray.trainer.trainer_ranks import TrainerGroup
 from tests.fakes.dropping import DROPPED, DroppingVerifier
+from tests.local_ray import local_ray
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.waiting import wait_until
@@ -44,13 +40,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 TARGET = {"dtype": "float32", "kv_cache_gb": 0.05}
 PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
+STORE_MB = 80
+"""Object store of the node."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(4, object_store_memory=STORE_MB << 20)
 
 
 def config(model: Path, mode: str = "plain", **more: Any) -> Config:
@@ -63,6 +57,13 @@ def config(model: Path, mode: str = "plain", **more: Any) -> Config:
 
 def start(model: Path) -> Rollout:
     return Rollout(config(model, "coupled", drafters=[{"method": "ngram"}]))
+
+
+@pytest.fixture(scope="module")
+def untied() -> Iterator[Rollout]:
+    """For tests that leave it as it was."""
+    with start(tiny_target()) as rollout:
+        yield rollout
 
 
 def tokens(rollout: Rollout) -> list[Sequence[int]]:
@@ -90,49 +91,76 @@ def trained(model: Path, seed: int, folder: Path) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("model", [tiny_target, tiny_draft], ids=["untied", "tied"])
-def test_outputs_are_those_of_the_new_checkpoint(model: Any, tmp_path: Path) -> None:
-    first, second = (trained(model(), seed, tmp_path / str(seed)) for seed in (1, 2))
-    expected = [list(plain_tokens(tmp_path / str(seed), PROMPTS, SAMPLING).values()) for seed in (1, 2)]
-    with start(model()) as rollout:
-        before = tokens(rollout)
-        assert len({str(outputs) for outputs in (before, *expected)}) == 3
-        assert rollout.update_weights(first.state_dict()) == 1  # with lm_head.weight, also where it is tied
-        assert tokens(rollout) == expected[0]
-        assert rollout.update_weights(second.named_parameters()) == 2
-        assert tokens(rollout) == expected[1]
-        rollout.sleep()
-        assert rollout.update_weights(tmp_path / "1") == 3
-        assert tokens(rollout) == expected[0]
-        assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {3}
-
-
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_what_does_not_fit_changes_nothing(untied: Rollout) -> None:
     weights = load_model(str(tiny_target())).state_dict()
-    nothing = iter([])
-    with start(tiny_target()) as rollout:
-        before = tokens(rollout)
-        with pytest.raises(InputError, match=r"no lm_haed\.weight\. Did you mean lm_head\.weight"):
-            rollout.update_weights({**weights, "lm_haed.weight": weights["lm_head.weight"]})
-        with pytest.raises(InputError, match=r"lm_head\.weight has shape \(512, 63\)"):
-            rollout.update_weights({**weights, "lm_head.weight": weights["lm_head.weight"][:, 1:]})
-        with pytest.raises(InputError, match=r"model\.embed_tokens\.weight and \d+ more missing"):
-            rollout.update_weights(nothing)
-        stream = rollout.stream(PROMPTS, SAMPLING)
-        next(stream)
-        untouched = iter(weights.items())
-        with pytest.raises(InputError, match="weights cannot change while a stream is open"):
-            rollout.update_weights(untouched)
-        assert len(list(untouched)) == len(weights), "nothing was read"
-        with pytest.raises(InputError, match="stream is open"):
-            rollout.sleep()
-        stream.close()
-        assert tokens(rollout) == before
-        assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {0}
-        assert rollout.update_weights(weights) == 1
-        assert tokens(rollout) == before
-    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
-        with pytest.raises(InputError, match="this rollout is closed"):
+    before = tokens(untied)
+    for strange, named in (
+        ({**weights, "lm_haed.weight": weights["lm_head.weight"]}, "lm_haed.weight"),
+        ({**weights, "lm_head.weight": weights["lm_head.weight"][:, 1:]}, "lm_head.weight"),
+        (iter([]), "model.embed_tokens.weight"),
+    ):
+        with pytest.raises(InputError, match=re.escape(named)):
+            untied.update_weights(strange)
+    stream = untied.stream(PROMPTS, SAMPLING)
+    next(stream)
+    untouched = iter(weights.items())
+    with pytest.raises(InputError):
+        untied.update_weights(untouched)
+    assert len(list(untouched)) == len(weights), "nothing was read"
+    with pytest.raises(InputError):
+        untied.sleep()
+    stream.close()
+    assert tokens(untied) == before
+    assert {trajectory.weight_version for trajectory in untied.generate(PROMPTS, SAMPLING)} == {0}
+    assert untied.update_weights(weights) == 1
+    assert tokens(untied) == before
+
+
+@ray.remote(num_cpus=0)
+def hold_object_store(seconds: float) -> int:
+    """Fill the object store of this node, and hold it for a while. Returns the number of MB."""
+    held: list[Any] = []
+    with contextlib.suppress(ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+        while 8 * len(held) < STORE_MB:
+            reference = ray.put(np.ones(8 << 20, dtype=np.uint8))
+            held.append((reference, ray.get(reference)))  # what is in use cannot be spilled
+    threading.Event().wait(seconds)
+    return 8 * len(held)
+
+
+def test_weights_arrive_although_the_object_store_is_full(untied: Rollout) -> None:
+    before, held = tokens(untied), hold_object_store.remote(5.0)
+    version = untied.update_weights(tiny_target())
+    done = untied.generate(PROMPTS, SAMPLING)
+    assert [one.token_ids for one in done] == before and {one.weight_version for one in done} == {version}
+    assert ray.get(held, timeout=60) > STORE_MB / 2
+
+
+def follows(rollout: Rollout, model: Path, folder: Path) -> None:
+    first, second = (trained(model, seed, folder / str(seed)) for seed in (1, 2))
+    expected = [list(plain_tokens(folder / str(seed), PROMPTS, SAMPLING).values()) for seed in (1, 2)]
+    assert len({str(outputs) for outputs in (tokens(rollout), *expected)}) == 3
+    version = rollout.update_weights(first.state_dict())  # with lm_head.weight, also where it is tied
+    assert tokens(rollout) == expected[0]
+    assert rollout.update_weights(second.named_parameters()) == version + 1
+    assert tokens(rollout) == expected[1]
+    rollout.sleep()
+    assert rollout.update_weights(folder / "1") == version + 2
+    assert tokens(rollout) == expected[0]
+    assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {version + 2}
+    rollout.sleep()
+    assert tokens(rollout) == expected[0], "a stream wakes the verifiers"
+
+
+def test_outputs_are_those_of_the_new_checkpoint(untied: Rollout, tmp_path: Path) -> None:
+    follows(untied, tiny_target(), tmp_path)
+
+
+def test_outputs_are_those_of_the_new_checkpoint_of_a_tied_model(tmp_path: Path) -> None:
+    with start(tiny_draft()) as rollout:
+        follows(rollout, tiny_draft(), tmp_path)
+    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(tmp_path / "1")):
+        with pytest.raises(InputError, match="closed"):
             use()
 
 
@@ -144,83 +172,24 @@ def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(
-    replicas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     drop_a_tensor(monkeypatch)
     weights = load_model(str(tiny_target())).state_dict()
-    with Rollout(config(tiny_target(), target={**TARGET, "replicas": replicas})) as rollout:
+    with Rollout(config(tiny_target(), target={**TARGET, "replicas": 2})) as rollout:
         for version in (1, 2):
-            with pytest.raises(WeightsError, match=rf"version {version} .*; not loaded: {DROPPED}\."):
+            with pytest.raises(WeightsError, match=DROPPED):
                 rollout.update_weights(changed(weights, seed=version))
         # The first answer ends the update; the others arrive later.
         wait_until(lambda: all(DROPPED in row["note"] for row in rollout.status()), "every verifier's reason")
-        assert len(rollout.status()) == replicas
+        assert len(rollout.status()) == 2
         assert rollout.update_weights(weights) == 3, "the tensor as it was"
         assert tokens(rollout)
 
 
-def test_a_training_that_an_engine_does_not_follow_fails_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drop_a_tensor(monkeypatch)
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 3 to 9.", "answer": "3"}\n' * 4)
-    settings = config(
-        tiny_target(),
-        run={"dir": str(tmp_path), "name": "dropped"},
-        data={"path": str(tmp_path / "tasks.jsonl"), "n": 2},
-        sampling={"max_tokens": 12},
-        reward={"functions": [{"name": "tests.fakes.reward_functions:hissing"}]},
-        tracking={"tensorboard": False},
-    )
-    with pytest.raises(WeightsError, match=rf"version \d+ .*{DROPPED}"):
-        train(settings, make_console(sys.stderr))
-    summary = json.loads((tmp_path / "dropped" / "summary.json").read_text())
-    assert summary["status"] == "failed" and DROPPED in summary["error"]
-
-
-def samples() -> list[Sample]:
-    rng, zeros, own = np.random.default_rng(0), np.zeros(12, dtype=np.float32), np.ones(12, dtype=np.bool_)
-    ids = [(rng.integers(4, 400, 6), rng.integers(4, 400, 12)) for _ in range(8)]
-    return [Sample(*one, zeros, 1.0, 1.0 - 2.0 * (number % 2), own) for number, one in enumerate(ids)]
-
-
-def verifier(rollout: Rollout) -> dict[str, Any]:
-    return next(row for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready")
-
-
-def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
-    settings = config(tiny_target())
-    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
-        before = tokens(rollout)
-        rollout.sleep()
-        rollout.wake()
-        assert tokens(rollout) == before
-        rollout.sleep()
-        assert tokens(rollout) == before, "a stream wakes them"
-        trainer.update(samples(), 0, 0)
-        rollout.update_weights(trainer.export_weights(1))
-        after = tokens(rollout)
-        assert after != before
-        assert {t.weight_version for t in rollout.generate(PROMPTS, SAMPLING)} == {1}
-
-        old = verifier(rollout)
-        os.kill(old["pid"], signal.SIGKILL)
-        assert tokens(rollout) == after  # from its replacement, which had to be given the weights first
-        new = verifier(rollout)
-        assert new["id"] != old["id"] and new["weight_version"] == 1
-
-        trainer.update(samples(), 1, 1)
-        rollout.update_weights(trainer.export_weights(2))
-        assert tokens(rollout) != after
-
-
-@pytest.mark.parametrize("mode", ["decoupled", "coupled"])
-def test_heads_get_every_version_that_they_are_taught(mode: str) -> None:
+def test_heads_get_every_version_that_they_are_taught() -> None:
     """The second one is no numbers: it guesses nothing, and the alarm is raised."""
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.05, "online": {"where": "trainer"}}
-    settings = config(tiny_target(), mode, drafters=[head], speculation={"verify": "all", "draft_wait_s": 1.0})
+    settings = config(tiny_target(), "decoupled", drafters=[head], speculation={"verify": "all", "draft_wait_s": 1.0})
     good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
     broken = {name: torch.full_like(weight, float("nan")) for name, weight in good.items()}
     with Rollout(settings) as rollout:
@@ -231,10 +200,9 @@ def test_heads_get_every_version_that_they_are_taught(mode: str) -> None:
             )
             assert await_alarm(rollout, version, weights is broken)["version"] == version
         assert tokens(rollout) == before
-        if mode == "decoupled":
-            rollout.scale({"eagle": 2})
-            wait_until(lambda: [one["version"] for one in rollout.drafters()] == [3, 3], "a second one with them")
-            assert len({one["checksum"] for one in rollout.drafters()}) == 1
+        rollout.scale({"eagle": 2})
+        wait_until(lambda: [one["version"] for one in rollout.drafters()] == [3, 3], "a second one with them")
+        assert len({one["checksum"] for one in rollout.drafters()}) == 1
 
 
 def await_alarm(rollout: Rollout, version: int, alarm: bool) -> dict[str, Any]:

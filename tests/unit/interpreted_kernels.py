@@ -141,7 +141,7 @@ VOCABS = {False: [1, 2, 7, 40, 300, 511, 512, 513, 1030], True: [40, 3, 300, 1, 
 """Sizes of vocabularies for requests without filters, and with them."""
 
 
-@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 24, 350), (True, 6, 80)])
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 18, 250), (True, 6, 80)])
 def test_rows_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
     rng, rows, wrong = np.random.default_rng(1 + filtered), 0, []
     for batch in random_batches(rng, batches, VOCABS[filtered], filtered):
@@ -249,9 +249,9 @@ def test_gpu_check_finds_the_kernels_by_their_names() -> None:
         assert {getattr(kernels, name).__name__ for name in KERNELS[part]} == {*KERNELS[part]}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_check_of_a_device_passes(dtype: torch.dtype, small_blocks: None) -> None:
-    assert not any(keyed.difference(torch.device("cpu"), dtype, ranks, 200) for ranks in (1, 2, MOST))
+@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float32, 2), (torch.float16, MOST)])
+def test_the_check_of_a_device_passes(dtype: torch.dtype, ranks: int, small_blocks: None) -> None:
+    assert not keyed.difference(torch.device("cpu"), dtype, ranks, 200)
 
 
 def test_the_largest_vocabulary() -> None:

@@ -204,7 +204,7 @@ def test_engine_arguments_are_known_without_importing_vllm() -> None:
     known = {field.name for field in fields(EngineArgs)}
     assert not {*SET_BY_KEYS, *REFUSED} - known
     require_engine_arguments(known)
-    with pytest.raises(ConfigError, match=r"target.engine_arguments.block_sise: .* Did you mean block_size\?"):
+    with pytest.raises(ConfigError, match=r"target\.engine_arguments\.block_sise: .*block_size"):
         require_engine_arguments(["quantization", "block_sise"])
 
 
@@ -216,7 +216,7 @@ def test_engine_arguments_reach_the_engine() -> None:
 
 
 def test_engines_refuse_limits_that_are_too_small() -> None:
-    with pytest.raises(ConfigError, match=r"^target\.max_step_tokens: 11 positions .* 8 drafts beside 3 others\."):
+    with pytest.raises(ConfigError, match=r"^target\.max_step_tokens: .*11.* 8 .* 3 "):
         arguments_of(8, max_batch=4, max_step_tokens=11)
 
 
@@ -266,7 +266,7 @@ def test_limits_that_are_allowed_fit_the_warm_up_of_vllm(
     with pytest.raises(IndexError):
         longest_of_warm_up(rows, window, window + 1)
     for name, value in (("max_step_tokens", tokens), ("max_model_len", context)):
-        with pytest.raises(ConfigError, match=rf"^target\.{name}: .* use {value} or more"):
+        with pytest.raises(ConfigError, match=rf"^target\.{name}: .*{value}"):
             require_room(replace(target, **{name: value - 1}), window)
     require_room(replace(target, max_model_len=2, gpus=0), window)
 

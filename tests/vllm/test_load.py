@@ -23,12 +23,12 @@ from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import raw
-from tests.vllm.test_weights import FAMILIES, TOKENS, make_model, no_groups
+from tests.vllm.test_weights import FAMILIES, GROUPED, TOKENS, make_model, no_groups
 
 __all__ = ["no_groups"]
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
-_BASE = {**FAMILIES["qwen2"][1], "pad_token_id": 0, "initializer_range": 0.2}
+_BASE = {**GROUPED, "pad_token_id": 0, "initializer_range": 0.2}
 _MIXED = {**_BASE, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 64}
 _LONG = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **_FACTORS}}
@@ -64,9 +64,9 @@ def test_a_model_that_takes_new_weights_is_served(family: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("qwen2-moe-window", r"\(its attention has a window of 8 tokens\) as transformers does: .* from token 9 of 56"),
-        ("cohere2", r"\(its attention has a window of 8 tokens\) as transformers does"),
-        ("qwen3-some-windows", r"vllm cannot serve .*: AssertionError Sliding window for some but all layers"),
+        ("qwen2-moe-window", r"window of 8 tokens.* from token 9 of 56"),
+        ("cohere2", "window of 8 tokens"),
+        ("qwen3-some-windows", "AssertionError Sliding window for some but all layers"),
     ],
 )
 def test_what_vllm_computes_otherwise_is_refused(
@@ -78,13 +78,11 @@ def test_what_vllm_computes_otherwise_is_refused(
 
 def test_experts_that_a_reload_does_not_see_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start if new weights will come, else at the first update."""
-    with pytest.raises(
-        ModelLoadError, match=r"cannot take new weights of .* found no weights .*model\.layers\.0\.mlp\.experts"
-    ):
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.0\.mlp\.experts"):
         start("gpt-oss", tmp_path, monkeypatch, updates=True)
     no_groups_now()
     engine = start("gpt-oss", tmp_path, monkeypatch)
-    with pytest.raises(WeightsError, match=r"found no weights for .* of its parameters"):
+    with pytest.raises(WeightsError):
         engine.load_weights(1, make_model("gpt-oss", 1).state_dict())
     engine.close()
 

@@ -28,7 +28,7 @@ NEAR_TIE = 1e-3
 
 def batch() -> list[TargetRequest]:
     tokenizer = load_tokenizer(TARGET.model)
-    prompts = [prompt for name in ("arithmetic", "chat") for prompt in read_prompts(PROMPTS / f"{name}.jsonl", 16)]
+    prompts = [prompt for name in ("arithmetic", "chat") for prompt in read_prompts(PROMPTS / f"{name}.jsonl", 6)]
     sampling = [SamplingParams(temperature=i % 2 * 1.0, max_tokens=24, seed=50 + i) for i in range(len(prompts))]
     encoded = [tuple(encode_prompt(tokenizer, prompt, True)) for prompt in prompts]
     return [TargetRequest(f"p{i}", ids, s) for i, (ids, s) in enumerate(zip(encoded, sampling, strict=True))]
@@ -38,9 +38,9 @@ def collect(engine: Driver, requests: list[TargetRequest], drafted: Collected | 
     return answers(engine, requests, noisy_tails(drafted.tokens, 1, engine.vocab_size) if drafted else None)
 
 
-def test_32_prompts_are_answered_alike() -> None:
+def test_12_prompts_are_answered_alike() -> None:
     requests = batch()
-    assert len(requests) == 32
+    assert len(requests) == 12
     hf = Driver(HfEngine.from_config(TARGET))
     theirs = collect(hf, requests)
     hf.close()
@@ -48,7 +48,7 @@ def test_32_prompts_are_answered_alike() -> None:
     plain = collect(vllm, requests)
     drafted = collect(vllm, requests, plain)
     vllm.close()
-    assert sum(output.num_accepted for output in drafted.outputs) > 100
+    assert sum(output.num_accepted for output in drafted.outputs) > 30
     for ours in (plain, drafted):
         for request in requests:
             margins = [m for o in ours.outputs if o.request_id == request.request_id for m in o.margins or ()]

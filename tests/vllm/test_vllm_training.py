@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from tests import tiny
+from tests.local_ray import local_ray
 from tests.ray.test_training import records, run, settings
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
+cluster = local_ray(2)
 
 
 def test_log_probabilities_are_the_trainers_after_every_update(tmp_path: Path) -> None:

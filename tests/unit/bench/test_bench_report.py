@@ -41,11 +41,12 @@ from specactor_ray.cli.report import (
 )
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.core.errors import ConfigError, InputError, UserError
+from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.planning import as_decoupled, devices_of, resolve
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+from tests.refused import refused
 
 HEALTH = {
     "method": "eagle",
@@ -88,7 +89,7 @@ class TestVariants:
         base = config(replicas, cores, drafters)
         base.run.name = "mine"
         if drafters % replicas:
-            with pytest.raises(ConfigError, match=r"drafters: .* cannot be shared out evenly"):
+            with refused("drafters"):
                 plan_variants(base, ALL, [batch])
             return
         variants = plan_variants(base, ALL, [batch])
@@ -145,7 +146,7 @@ class TestVariants:
             plan_variants(config(max_step_tokens=32), modes, batches)
         base = config()
         base.drafters[0].gpus = 1
-        with pytest.raises(ConfigError, match=r"drafters\.0\.gpus"):
+        with refused("drafters.0.gpus"):
             plan_variants(base, ALL, [4])
 
 
@@ -433,8 +434,8 @@ def test_cells_have_three_digits(value: Any, shown: str) -> None:
 @pytest.mark.parametrize(
     ("drafters", "problem"),
     [
-        (2, r"drafters: the run needs 3 CPU cores .*there are 2"),
-        (1, r"bench\.json exists"),
+        (2, "^drafters: "),
+        (1, r"bench\.json"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(
@@ -442,7 +443,7 @@ def test_mistakes_are_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     report = tmp_path / "bench.json"
-    if "exists" in problem:
+    if "bench" in problem:
         report.write_text("{}")
     before = list(tmp_path.iterdir())
     with pytest.raises(UserError, match=problem):
@@ -462,5 +463,5 @@ def test_every_file_at_every_temperature_is_a_workload(tmp_path: Path) -> None:
     assert all(w.prompts == ("one", "two") for w in workloads)
     with pytest.raises(InputError, match="same name"):
         plan_workloads(config(), [paths[0], paths[0]], [])
-    with pytest.raises(ConfigError, match=r"data\.path"):
+    with refused("data.path"):
         plan_workloads(config(), [], [])

@@ -14,6 +14,7 @@ from specactor_ray.config.load import load_config, save_config, to_yaml
 from specactor_ray.config.rules import unused_by_rollouts, validate_training
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
+from tests.refused import refused
 
 DRAFTER = "drafters=[{method: suffix}]"
 KEYS = [doc.key.replace(".N.", ".0.") for doc in describe(Config)]
@@ -80,7 +81,7 @@ def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
 
 def test_weights_of_rewards_are_finite() -> None:
     config = load_config(None, ["data.n=2", "reward.functions=[{name: length}, {name: length, weight: .nan}]"])
-    with pytest.raises(ConfigError, match=r"reward\.functions\.1\.weight: nan is out of range"):
+    with refused("reward.functions.1.weight", "nan"):
         validate_training(config)
 
 
@@ -130,7 +131,7 @@ class TestReferences:
         assert "${" in str(caught.value)
 
     def test_one_that_cannot_be_resolved_is_named(self) -> None:
-        with pytest.raises(ConfigError, match=r"run\.name: '\$\{run\.name\}' cannot be resolved"):
+        with refused("run.name", "${run.name}"):
             load_config(None, ["run.name=${run.name}"])
 
     @pytest.mark.parametrize("target", ["target", "sampling", "mode", "drafters", "speculation.race"])
@@ -151,9 +152,9 @@ class TestOverridesOfASection:
     def test_nothing_in_its_place_is_refused(self, tmp_path: Path, item: str) -> None:
         path = tmp_path / "run.yaml"
         path.write_text("target: {cores: 2}\ndrafters: [{method: suffix, online: {passes: 2}}]\n")
-        with pytest.raises(ConfigError, match="would drop all that is set in this section") as caught:
+        key = item.partition("=")[0]
+        with refused(key, f"{key}.KEY=VALUE"):
             load_config(path, [item])
-        assert f"{caught.value.key}.KEY=VALUE" in caught.value.fix
 
     def test_a_key_of_the_users_own_may_be_unset(self) -> None:
         config = load_config(None, ["mode=plain", "data.options.a={b: 1}", "data.options.a="])
@@ -162,7 +163,7 @@ class TestOverridesOfASection:
 
 @pytest.mark.parametrize(("method", "meant"), [("ngrams", "ngram"), ("sufix", "suffix"), ("draftmodel", "draft_model")])
 def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{method}' is not known. Did you mean {meant}?"):
+    with refused("drafters.0.method", f"'{method}'", f"Did you mean {meant}?"):
         load_config(None, [f"drafters=[{{method: {method}}}]"])
 
 
@@ -170,7 +171,7 @@ def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, 
     "override", ["speculation.branches=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
 )
 def test_a_misspelled_word_is_hinted(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean auto\?"):
+    with refused(override.partition("=")[0], "Did you mean auto?"):
         load_config(None, [DRAFTER, override])
 
 

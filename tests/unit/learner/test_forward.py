@@ -95,7 +95,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: 
 @pytest.mark.parametrize("kind", NOT_TRAINED)
 def test_a_row_that_depends_on_longer_ones_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
     config = from_mapping({"target": {"model": save_model(kind, tmp_path), "dtype": "float32"}})
-    with pytest.raises(ModelLoadError, match=rf"{NOT_TRAINED[kind]} .* Fix: train another model"):
+    with pytest.raises(ModelLoadError, match=NOT_TRAINED[kind]):
         Trainer(config, None, Rendezvous(0, 1, "", 0), WorkCounter())
 
 

@@ -104,4 +104,4 @@ def test_mixtures_of_experts_differ_by_rounding(kind: str, dtype: str, tmp_path:
 @pytest.mark.slow
 @needs_bfloat16
 def test_smollm2() -> None:
-    check("smollm2-135m", "bfloat16", count=6, max_tokens=24)
+    check("smollm2-135m", "bfloat16", count=3, max_tokens=16)

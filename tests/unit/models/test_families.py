@@ -41,16 +41,14 @@ def test_log_probabilities_are_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_models_are_refused_with_a_reason(kind: str) -> None:
-    with pytest.raises(
-        ModelLoadError, match=r"cannot serve it|replaceable attention|log-probabilities of transformers"
-    ):
+    with pytest.raises(ModelLoadError, match=r"transformers|attention|serve"):
         RaggedModel(make_model(kind), 4 << 20)
 
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
     model = make_model("llama")
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
-    with pytest.raises(ModelLoadError, match=r"no finite numbers.*float32"):
+    with pytest.raises(ModelLoadError, match="float32"):
         RaggedModel(model, 4 << 20)
 
 
@@ -63,5 +61,5 @@ def test_a_model_that_gives_the_logits_of_all_positions_is_refused() -> None:
     model = make_model("llama")
     forward = model.forward
     model.forward = lambda logits_to_keep=0, **kwargs: forward(**kwargs)
-    with pytest.raises(ModelLoadError, match="ignores logits_to_keep"):
+    with pytest.raises(ModelLoadError, match="logits_to_keep"):
         RaggedModel(model, 4 << 20)

@@ -47,7 +47,7 @@ def test_a_buffer_is_sent_in_float32_to_a_target_in_bfloat16(name: str, tmp_path
     sent = {key: tensor for bucket in layout.buckets(whole) for key, tensor in unpack(bucket)}
     assert torch.equal(sent[BIAS], whole[BIAS]) and sent["model.norm.weight"].dtype is torch.bfloat16
     lacking = {key: tensor for key, tensor in whole.items() if key != BIAS}
-    with pytest.raises(InputError, match=rf"{BIAS} missing.*model\.state_dict\(\)"):
+    with pytest.raises(InputError, match=rf"{BIAS} .*state_dict"):
         list(layout.buckets(lacking))
 
 
@@ -80,7 +80,7 @@ def test_tensors_of_all_kinds_share_a_bucket() -> None:
     )
     assert len(list(layout.buckets(whole))) == 1
     for wrong in (torch.randn(5), torch.arange(5, dtype=torch.int64)):
-        with pytest.raises(InputError, match=r"ids is .*; allowed are int32"):
+        with pytest.raises(InputError, match=r"ids .*int32"):
             list(layout.buckets({**whole, "ids": wrong}))
 
 

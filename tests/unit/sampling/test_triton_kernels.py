@@ -32,6 +32,8 @@ ARGUMENTS = {
 }  # fmt: skip
 MULTIPLES_OF_16 = ("stride", "vocab", "columns", "inner", "x_row", "w_batch", "w_inner", "w_column")
 CUDA_THREADS = 32
+ENDS = [80, 100]
+"""The oldest and the newest compute capability. Code without products of tiles differs little between them."""
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: Any) -> Any:
@@ -134,18 +136,23 @@ def compiled_product(capability: int, kind: str, columns: int, groups: int, cont
     return build(products.multiply, types, constants, capability, **options)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+PRODUCTS = {
+    "linear": ("bf16", 3584, 0, "w_inner", False),
+    "many rows": ("bf16", 3584, 0, "w_inner", True),
+    "experts": ("bf16", 4096, 64, "w_inner", False),
+    "head": ("bf16", 152_064, 0, "w_inner", False),
+    "GPT-2": ("bf16", 3072, 0, "w_column", False),
+    "float32": ("fp32", 3584, 0, "w_inner", False),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "columns", "groups", "contiguous", "many"),
+    ("capability", "kind", "columns", "groups", "contiguous", "many"),
     [
-        ("bf16", 3584, 0, "w_inner", False),
-        ("bf16", 3584, 0, "w_inner", True),
-        ("bf16", 152_064, 0, "w_inner", False),
-        ("bf16", 4096, 64, "w_inner", False),
-        ("bf16", 3072, 0, "w_column", False),
-        ("fp32", 3584, 0, "w_inner", False),
+        *((90, *product) for product in PRODUCTS.values()),
+        *((other, *PRODUCTS[name]) for other in (80, 100) for name in ("linear", "many rows", "experts")),
     ],
-)  # of linear layers, heads, experts, GPT-2
+)
 def test_compiled_products_spill_nothing_and_read_16_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, columns: int, groups: int, contiguous: str,
     many: bool, capability: int,
@@ -162,7 +169,7 @@ def test_compiled_products_spill_nothing_and_read_16_bytes(
     assert re.search(half if kind == "bf16" else r"mma\.sync", code.asm["ptx"])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", ENDS)
 def test_compiled_sums_spill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     from specactor_ray.models import _products_triton as products
 
@@ -174,7 +181,7 @@ def test_compiled_sums_spill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert used["STACK"] == used["LOCAL"] == 0
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", ENDS)
 @pytest.mark.parametrize("name", ["norm_rows", "gate_rows", "store_heads"])
 def test_compiled_layers_spill_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capability: int
@@ -203,7 +210,7 @@ def test_compiled_layers_spill_nothing(
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", ENDS)
 @pytest.mark.parametrize("ranks", [1, MOST])
 @pytest.mark.parametrize("name", ["scan", "filter_rows", "commit"])
 def test_compiled_code_spills_nothing_and_rounds_every_operation(

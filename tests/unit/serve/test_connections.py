@@ -106,9 +106,9 @@ def test_one_byte_at_a_time_is_not_progress(served: Any) -> None:
 
 def test_a_client_that_reads_nothing_is_aborted(served: Any) -> None:
     engine = ScriptedQueue(part=5000)
-    engine.script = lambda _prompt, _sampling: [20] * 10**6
+    engine.script = lambda _prompt, _sampling: [20] * 400_000
     _, port = served(engine, reader_s=0.2)
-    body = json.dumps({"prompt": [5], "max_tokens": 10**6, "stream": True, "return_token_ids": True}).encode()
+    body = json.dumps({"prompt": [5], "max_tokens": 400_000, "stream": True, "return_token_ids": True}).encode()
     with connect(port) as connection:
         connection.sendall(HEAD + b"%d\r\n\r\n" % len(body) + body)
         wait_until(lambda: bool(engine.submitted), "the request")

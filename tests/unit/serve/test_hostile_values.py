@@ -22,8 +22,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 MORE = ("response_format", "logit_bias", "min_p", "seed", "stop", "n", "user", "unknown", "echo", "chat_template")
 VALUES: list[Any] = [
-    *(None, True, 0, -1, 2**64, 10**400, 1e308, float("nan"), float("inf"), "", "\0", "\ud800", "a" * 5000),
-    *([], [[]], [None], ["\ud800"], [2**40], [True], {}, {"\ud800": 1}, {"type": "text"}, MESSAGES, CALLS),
+    *(None, True, -1, 2**64, 10**400, float("nan"), float("inf"), "\0", "\ud800", "a" * 5000),
+    *([], [None], ["\ud800"], [2**40], {}, {"\ud800": 1}, CALLS),
 ]
 
 

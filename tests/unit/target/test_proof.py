@@ -21,7 +21,7 @@ from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.proof import prove
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.dropping import DroppingEngine
-from tests.families import FAMILIES, VOCAB_SIZE, make_model, save_model
+from tests.families import FAMILIES, VOCAB_SIZE, make_model, one_of_each, save_model
 
 TOKENS = probe_tokens(VOCAB_SIZE)
 
@@ -51,7 +51,7 @@ def test_one_tensor_at_a_time_is_what_transformers_computes(name: str, tmp_path:
     before = engine.prompt_logprobs(TOKENS)
     np.testing.assert_allclose(before, eager_logprobs(make_model(name), TOKENS), atol=1e-4)
     own = [key for key in first if key not in layout.tied]
-    for version, key in enumerate(own, start=1):
+    for version, key in enumerate(one_of_each(own), start=1):
         ties = {other: moved(name)[key] for other, owner in layout.tied.items() if owner == key}
         weights, tensors = sent(layout, {**first, key: moved(name)[key], **ties})
         engine.load_weights(version, tensors)
@@ -85,7 +85,7 @@ def test_a_dropped_tensor_is_found_by_name(name: str, dropped: str, dtype: str, 
     engine.dropped = dropped  # type: ignore[attr-defined]
     weights, tensors = sent(layout, {**moved(name)})
     engine.load_weights(1, tensors)
-    with pytest.raises(WeightsError, match=rf"version 1 did not arrive: .* not loaded: {dropped}"):
+    with pytest.raises(WeightsError, match=rf"version 1 .*{dropped}"):
         prove(engine, weights.probe, "weights of version 1 did not arrive", tensors)
 
 

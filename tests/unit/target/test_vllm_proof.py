@@ -40,7 +40,7 @@ def test_an_engine_with_the_weights_passes_and_one_with_others_does_not(
         LoadProof(config).require(engine := HfEngine.from_config(config))
     assert not caplog.messages and engine.weight_version == 0
     other = HfEngine.from_config(target(save_model(name, tmp_path / "other", seed=1)))
-    with pytest.raises(ModelLoadError, match=r"does not compute .* as transformers does: .* rounding explains 0.001"):
+    with pytest.raises(ModelLoadError, match=r"transformers.* 0\.001"):
         LoadProof(config).require(other)
 
 
@@ -52,7 +52,7 @@ def test_a_window_that_the_engine_ignores_is_found(
     config = target(save_model(f"windowed-{window}", tmp_path / "own"))
     whole = save_model(f"windowed-{window}", tmp_path / "whole")
     change_config(whole, sliding_window=None)
-    message = rf"\(its attention has a window of {window} tokens\) .* from token ({window + 1}|{window + 2}) of \d+ on"
+    message = rf"window of {window} .* token ({window + 1}|{window + 2}) of \d+"
     with pytest.raises(ModelLoadError, match=message):
         LoadProof(config).require(HfEngine.from_config(target(whole)))
     LoadProof(config).require(HfEngine.from_config(config))
@@ -65,7 +65,7 @@ def test_an_engine_that_takes_no_new_weights_is_refused_if_they_will_come(tmp_pa
 
     folder = save_model("llama", tmp_path)
     LoadProof(target(folder)).require(Refusing.from_config(target(folder)))
-    with pytest.raises(ModelLoadError, match=r"cannot take new weights of .*: its own weights did not arrive"):
+    with pytest.raises(ModelLoadError, match="new weights"):
         LoadProof(target(folder, updates=True)).require(Refusing.from_config(target(folder)))
 
 
@@ -75,7 +75,7 @@ def test_quantized_weights_are_not_compared_and_cannot_be_replaced(
 ) -> None:
     folder = save_model("llama", tmp_path)
     change_config(folder, quantization_config={"quant_method": method})
-    with pytest.raises(ModelLoadError, match=rf"quantized weights \({method}\)"):
+    with pytest.raises(ModelLoadError, match=method):
         LoadProof(target(folder, updates=True))
     LoadProof(target(folder))
     assert f"not compared with transformers: its weights are quantized ({method})" in caplog.text

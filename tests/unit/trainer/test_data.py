@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, NoTemplateError, TooLongError
+from specactor_ray.core.errors import InputError, NoTemplateError, TooLongError
 from specactor_ray.trainer.data import Task, TaskStream, open_source
+from tests.refused import refused
 
 
 def write(path: Path, rows: list) -> str:
@@ -84,29 +85,29 @@ def test_generated_tasks_are_a_function_of_seed_and_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "key", "named"),
     [
-        (DataConfig(), "data.path"),
-        (DataConfig(path="reasoning_gym:no_such_task"), "chain_sum"),
-        (DataConfig(path="reasoning_gym:chain_sum", options={"min_terms": "x"}), "data.options"),
-        (DataConfig(path="reasoning_gym:chain_sum", options={"terms": 2}), "data.options: .*min_terms, max_terms"),
+        (DataConfig(), "data.path", ""),
+        (DataConfig(path="reasoning_gym:no_such_task"), "data.path", "chain_sum"),
+        (DataConfig(path="reasoning_gym:chain_sum", options={"min_terms": "x"}), "data.options", ""),
+        (DataConfig(path="reasoning_gym:chain_sum", options={"terms": 2}), "data.options", "min_terms, max_terms"),
     ],
 )
-def test_refused_sources(config: DataConfig, message: str) -> None:
+def test_refused_sources(config: DataConfig, key: str, named: str) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    with pytest.raises(ConfigError, match=message):
+    with refused(key, named):
         open_source(config, 0)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no tasks"),
+        ("", "t.jsonl"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
         ('{"question": "a"}\n', "data.prompt_key"),
         ('\n{"prompt": ""}\n', "line 2"),
         ("[1]\n", "line 1"),
-        ('{"prompt": "a"}\n{"prompt": "a", "messages": []}\n', "line 2: the line has 'prompt' and 'messages'"),
+        ('{"prompt": "a"}\n{"prompt": "a", "messages": []}\n', "line 2.*'prompt' and 'messages'"),
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_prompts_that_are_too_long_are_passed_over() -> None:
     assert [task.prompt for task in tasks.take(3)] == ["aa", "c", "aa"]
     assert tasks.skipped == 1 and tasks.position == 4
     assert tasks.first_skip == "row 1, has 6 tokens, and 3 is the limit"
-    with pytest.raises(InputError, match=r"none of the 2 prompts.* 6 tokens, and 3 is the limit\. Fix: a higher"):
+    with pytest.raises(InputError, match=r"row 1, .*Fix: "):
         stream("aaaaaa", "bbbbbb").take(1)
 
 
@@ -140,12 +141,9 @@ def test_a_source_with_one_task_that_fits_is_never_refused() -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (InputError("message 1 has no role"), "cannot be encoded: message 1 has no role. Fix: correct these rows"),
-        (
-            NoTemplateError("no chat template"),
-            "cannot be encoded: no chat template. Fix: a model with a chat template, or texts as prompts",
-        ),
-        (TooLongError("9 characters"), "is too long: 9 characters. Fix: a higher target.max_model_len"),
+        (InputError("message 1 has no role"), "message 1 has no role. Fix: .*rows"),
+        (NoTemplateError("no chat template"), "no chat template. Fix: .*texts"),
+        (TooLongError("9 characters"), "9 characters. Fix: .*target.max_model_len"),
     ],
 )
 def test_the_fix_of_unusable_prompts_fits_their_reason(error: InputError, message: str) -> None:
@@ -153,7 +151,7 @@ def test_the_fix_of_unusable_prompts_fits_their_reason(error: InputError, messag
         raise error
 
     stream = TaskStream([Task(0, "a", place="t.jsonl, line 7")], 0, count_tokens, 3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="none of the 1 prompts can be used; one of them, t.jsonl, line 7, " + message):
+    with pytest.raises(InputError, match="t.jsonl, line 7, .*" + message):
         stream.take(1)
 
 
@@ -169,12 +167,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": ["a", "b", None]}, "row 2: 'prompt' must be"),
-        ({"prompt": ["a", "", "b"], "image": [b"x"] * 3}, "row 1: 'prompt' must be"),
-        ({"messages": [MESSAGES, MESSAGES, []]}, "row 2: 'messages' must be"),
-        ({"prompt": ["a", "b"], "answer": [1.0, float("inf")]}, "row 1: 'answer' is inf"),
-        ({"prompt": ["a", "b"], "answer": [True, False]}, "row 0: 'answer' is True"),
-        ({"question": ["a"], "level": [1]}, "data.prompt_key.*its keys are level, question"),
+        ({"prompt": ["a", "b", None]}, "row 2: 'prompt'"),
+        ({"prompt": ["a", "", "b"], "image": [b"x"] * 3}, "row 1: 'prompt'"),
+        ({"messages": [MESSAGES, MESSAGES, []]}, "row 2: 'messages'"),
+        ({"prompt": ["a", "b"], "answer": [1.0, float("inf")]}, "row 1: 'answer' .*inf"),
+        ({"prompt": ["a", "b"], "answer": [True, False]}, "row 0: 'answer' .*True"),
+        ({"question": ["a"], "level": [1]}, "data.prompt_key.*level, question"),
     ],
 )
 def test_every_row_of_a_table_is_checked_at_once(columns: dict, message: str, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.core.errors import ConfigError
 from specactor_ray.trainer import workers
 from specactor_ray.trainer.data import has_reference
 from specactor_ray.trainer.rewards import (
@@ -27,6 +26,7 @@ from specactor_ray.trainer.rewards import (
     find_reward,
     reward_work,
 )
+from tests.refused import refused
 
 BLANK = " \t\n\u00a0\u2003\u3000\u200b\ufeff\u00ad\u2800\u3164\ufe0f\u0301"
 EXPENSIVE = (
@@ -65,7 +65,7 @@ def math_answers() -> list[tuple[str, str, str]]:
 def test_math(reference: str, output: str, reward: str) -> None:
     pytest.importorskip("math_verify", reason="math-verify is not installed")
     if reward == "-":
-        with pytest.raises(ValueError, match="the reference answer"):
+        with pytest.raises(ValueError, match="reference"):
             REWARDS["math"](sample(output, reference))
     else:
         assert REWARDS["math"](sample(output, reference)) == float(reward)
@@ -81,7 +81,7 @@ def test_what_would_take_long_to_evaluate_is_wrong_unevaluated(answer: str) -> N
 
 def test_functions_and_their_weighted_sum() -> None:
     assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0 and REWARDS["exact_match"](sample("42.", "42")) == 0.0
-    with pytest.raises(ValueError, match="no reference answer"):
+    with pytest.raises(ValueError, match="reference"):
         REWARDS["exact_match"](sample(""))
     terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
     assert Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
@@ -107,14 +107,14 @@ def test_nothing_earns_nothing(text: str, answer: str, pattern: str | None, name
         reward = REWARDS[name](one)
     except ValueError as error:  # the sample is left out
         problem = str(error)
-    assert reward == 0.0 or (name in NEED_ANSWERS and "reference answer" in problem)
+    assert reward == 0.0 or (name in NEED_ANSWERS and "reference" in problem)
     assert reward is None or name not in NEED_ANSWERS or has_reference(answer)
 
 
 def test_a_reward_beyond_the_arithmetic_of_the_update_is_refused() -> None:
     scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("exact_match", 1e19)]))
     assert scorer(sample("41", "42")) == 0.0
-    with pytest.raises(ValueError, match=r"takes none beyond 1e\+18"):
+    with pytest.raises(ValueError, match=r"1e\+18"):
         scorer(sample("42", "42"))
 
 
@@ -152,9 +152,8 @@ def test_what_takes_long_is_interrupted(function: str) -> None:
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 20_000 + ")" * 20_000], ids=str.__len__)
 def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
     config = from_mapping({"mode": "plain", "data": {"n": 2}, "reward": {"answer_pattern": pattern}})
-    with pytest.raises(ConfigError, match="not a regular expression") as refused:
+    with refused("reward.answer_pattern"):
         validate_training(config)
-    assert refused.value.key == "reward.answer_pattern"
 
 
 def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +169,14 @@ def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
-        ("exactmatch", r"Did you mean exact_match\? Fix: use one of exact_match, length, math, reasoning_gym"),
-        ("no.such.module:f", "cannot be imported"),
-        ("tests.fakes.reward_functions:no_such_function", "cannot be imported"),
-        ("tests.fakes.reward_functions:__name__", "not a function"),
+        ("exactmatch", "Did you mean exact_match?"),
+        ("no.such.module:f", "no.such.module"),
+        ("tests.fakes.reward_functions:no_such_function", "no_such_function"),
+        ("tests.fakes.reward_functions:__name__", "__name__"),
     ],
 )
-def test_names_that_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_names_that_are_refused(name: str, named: str) -> None:
+    with refused("reward.functions", named):
         find_reward(name)

@@ -21,6 +21,7 @@ from specactor_ray.core.files import append_json
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.runs.training import open_run, read_metrics
 from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepare, with_trainers_dtype
+from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 
@@ -38,32 +39,32 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key", "named"),
     [
-        ("data.n=1", "data.n.*grpo compares"),
-        ("sampling.temperature=0", "sampling.temperature"),
-        ("trainer.ranks=2", "trainer.backend=deepspeed"),
-        ("trainer.zero_stage=4", "1, 2 or 3"),
-        ("trainer.warmup_steps=1000", "trainer.warmup_steps"),
-        ("trainer.max_staleness=1; trainer.offload=true", "trainer.offload"),
-        ("reward.failure_value=.nan", "reward.failure_value"),
-        ("reward.functions=[{name: reasoning_gym}]", "scores its own tasks only"),
-        ("reward.functions=[{name: exactmatch}]", "exact_match, length, math, reasoning_gym"),
-        ("algorithm.name=trpo", "grpo, dapo, ppo, rloo"),
+        ("data.n=1", "data.n", "grpo"),
+        ("sampling.temperature=0", "sampling.temperature", ""),
+        ("trainer.ranks=2", "trainer.ranks", "trainer.backend=deepspeed"),
+        ("trainer.zero_stage=4", "trainer.zero_stage", ""),
+        ("trainer.warmup_steps=1000", "trainer.warmup_steps", ""),
+        ("trainer.max_staleness=1; trainer.offload=true", "trainer.offload", ""),
+        ("reward.failure_value=.nan", "reward.failure_value", ""),
+        ("reward.functions=[{name: reasoning_gym}]", "reward.functions", "reasoning_gym"),
+        ("reward.functions=[{name: exactmatch}]", "reward.functions", "exact_match, length, math, reasoning_gym"),
+        ("algorithm.name=trpo", "algorithm.name", "grpo, dapo, ppo, rloo"),
     ],
 )
-def test_refused_configurations(override: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_refused_configurations(override: str, key: str, named: str, tmp_path: Path) -> None:
+    with refused(key, named):
         prepare(settings(tmp_path, *override.split("; ")))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.max_tokens=600", "leaves no room for a prompt"),
-        ("target.max_model_len=24; sampling.max_tokens=20", "none of the 1 prompts"),
-        ("data.path=/no/such/file.jsonl", "there is no file"),
-        ("data.answer_key=solution; data.n=1; algorithm.name=ppo", r", line 1 has no 'solution'.*exact_match"),
+        ("sampling.max_tokens=600", "sampling.max_tokens"),
+        ("target.max_model_len=24; sampling.max_tokens=20", "target.max_model_len"),
+        ("data.path=/no/such/file.jsonl", "/no/such/file.jsonl"),
+        ("data.answer_key=solution; data.n=1; algorithm.name=ppo", "line 1.*'solution'.*exact_match"),
     ],
 )
 def test_tasks_that_cannot_be_used(override: str, message: str, tmp_path: Path) -> None:
@@ -102,13 +103,13 @@ import json
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (0, r"mine:f cannot be imported \(ModuleNotFoundError: .*nothing_here' \(mine.py, line 1\)\)"),
-        (1, r"ValueError: mine:f \(mine.py, line 1\) returned None, which is no number\. Fix: def reward\(sample\)"),
-        (2, r"TypeError: 'RewardSample' object is not iterable \(mine.py, line 2\).*of TRL takes a batch"),
-        (3, r"mine:f \(mine.py, line 1\) cannot be called with one argument.*of TRL takes a batch"),
-        (4, r"mine:f gave no reward .* 4 x ZeroDivisionError: division by zero \(mine.py, line 2\)\. Fix: "),
-        (5, r"mine:f \(mine.py, line 1\) returned 'good', which is no number"),
-        (6, r"took longer than reward.timeout_s \(0.5 s\)"),
+        (0, r"mine:f.*ModuleNotFoundError: .*nothing_here' \(mine.py, line 1\)"),
+        (1, r"mine:f \(mine.py, line 1\) .*None.* Fix: def reward\(sample\)"),
+        (2, r"TypeError: 'RewardSample' object is not iterable \(mine.py, line 2\).*TRL"),
+        (3, r"mine:f \(mine.py, line 1\) .*TRL"),
+        (4, r"mine:f .* 4 x ZeroDivisionError: division by zero \(mine.py, line 2\)\. Fix: "),
+        (5, r"mine:f \(mine.py, line 1\) .*'good'"),
+        (6, r"reward.timeout_s \(0.5 s\)"),
         (7, ""),
         (8, ""),  # of answers that are numbers
     ],
@@ -170,7 +171,7 @@ def test_the_memory_plan(tmp_path: Path) -> None:
     # At least the states it learns from: so many positions of three layers of 64 numbers.
     assert learning[:2] == ("trainer", "learning of eagle") and learning[2] > 8192 * 3 * 64 * 4
     check_memory(config, plan_memory(config), available=16 * 2**30, fix=FIXES)
-    with pytest.raises(ConfigError, match=r"needs about .* and 0.10 GiB are free(.|\n)*trainer.micro_batch_tokens"):
+    with pytest.raises(ConfigError, match=r"0.10 GiB(.|\n)*trainer.micro_batch_tokens"):
         check_memory(config, plan_memory(config), available=0.1 * 2**30, fix=FIXES)
     bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
     smaller = plan_memory(settings(tmp_path))
@@ -209,7 +210,7 @@ def test_where_a_run_goes_on(tmp_path: Path) -> None:
     run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
     assert (run.folder.name, run.state.step, run.checkpoint) == ("second", 3, path)
     assert not run.is_saved, "its first step comes after a checkpoint of its own"
-    with pytest.raises(InputError, match="cannot be used"):
+    with pytest.raises(InputError, match="/nothing"):
         open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
@@ -229,7 +230,7 @@ def test_where_a_run_begins_anew(tmp_path: Path) -> None:
     assert run.checkpoint is None and run.state.step == 0
     run.close()
     begin(tmp_path, steps=3)
-    with pytest.raises(InputError, match="holds an earlier run"):
+    with pytest.raises(InputError, match=r"run\.name"):
         open_run(settings(tmp_path, "run.name=r"))
     (tmp_path / "runs" / "r" / "summary.json").write_text('{"status": "complete"}')
     assert open_run(settings(tmp_path, "resume=auto")).folder.name not in ("r", "new")
@@ -243,7 +244,7 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
     metrics = live.metrics_file.read_text() + '{"step": 4}\n'
     live.metrics_file.write_text(metrics)
     for resume in ("auto", "never"):
-        with pytest.raises(InputError, match=rf"run.name: process {os.getpid()} on .* uses .*another run.name"):
+        with pytest.raises(InputError, match=rf"run.name: .*{os.getpid()}"):
             open_run(settings(tmp_path, f"resume={resume}", "run.name=r"))
     with caplog.at_level(logging.INFO):
         other = open_run(settings(tmp_path, "resume=auto"))
@@ -257,35 +258,37 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
     where = f"checkpoint.dir={tmp_path / 'shared'}"
     begin(tmp_path, where, steps=3)
-    with pytest.raises(InputError, match=r"checkpoint.dir: .* holds checkpoints of another run"):
+    with pytest.raises(InputError, match=r"checkpoint\.dir: "):
         open_run(settings(tmp_path, where, "run.name=other"))
     live = open_run(settings(tmp_path, where, "run.name=r", "resume=auto"))
     assert live.state.step == 3
-    with pytest.raises(InputError, match=r"checkpoint.dir: process .* uses "):
+    with pytest.raises(InputError, match=rf"checkpoint.dir: .*{os.getpid()}"):
         open_run(settings(tmp_path, where, "run.name=third"))
     assert not (tmp_path / "runs" / "third").exists()
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key", "named"),
     [
-        (f"target.model={tiny_draft()}", "is of another model: its hidden_size is 64, here it is 32"),
-        ("sampling.seed=5", r"sampling.seed: 5 here, and .*step-000003 was made with 0: .*use sampling.seed=0, or"),
-        ("data.shuffle=false", "data.shuffle: false here, .* made with true"),
-        ("trainer.prompts_per_step=3", "trainer.prompts_per_step: 3 here, .* made with 8"),
-        ("data.limit=1", "data.limit: 1 here, .* made with null"),
-        ("data.options={a: 1}", "data.options"),
-        ("tasks", r"data.path: it has 11 tasks now, and .* was made with 10"),
-        ("algorithm.name=ppo", "algorithm.name: ppo here, .* made with grpo: only ppo has a value head"),
-        ("trainer.backend=deepspeed", "trainer.backend: deepspeed here"),
+        (f"target.model={tiny_draft()}", "target.model", "hidden_size"),
+        ("sampling.seed=5", "sampling.seed", "sampling.seed=0"),
+        ("data.shuffle=false", "data.shuffle", "true"),
+        ("trainer.prompts_per_step=3", "trainer.prompts_per_step", "8"),
+        ("data.limit=1", "data.limit", "null"),
+        ("data.options={a: 1}", "data.options", ""),
+        ("tasks", "data.path", "10"),
+        ("algorithm.name=ppo", "algorithm.name", "grpo"),
+        ("trainer.backend=deepspeed", "trainer.backend", ""),
     ],
 )
-def test_settings_that_a_checkpoint_does_not_fit_are_refused(override: str, message: str, tmp_path: Path) -> None:
+def test_settings_that_a_checkpoint_does_not_fit_are_refused(
+    override: str, key: str, named: str, tmp_path: Path
+) -> None:
     begin(tmp_path, steps=3)
     checkpoint = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
     overrides, tasks = ([override], 10) if override != "tasks" else ([], 11)
     for how in (["resume=auto", "run.name=r"], [f"resume={checkpoint}", "run.name=second"]):
-        with pytest.raises(ConfigError, match=message):
+        with refused(key, named):
             open_run(settings(tmp_path, *overrides, *how), tasks)
     assert not (tmp_path / "runs" / "second").exists()
     records = (tmp_path / "runs" / "r" / "metrics.jsonl").read_text()
@@ -311,15 +314,15 @@ def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("section", "problem"),
+    ("section", "key"),
     [
-        ({"trainer": {"backend": "deepspeed"}}, r"trainer\.backend: DeepSpeed is not installed"),
-        ({"tracking": {"wandb_project": "mine"}}, r"tracking\.wandb_project: wandb is not installed"),
+        ({"trainer": {"backend": "deepspeed"}}, "trainer.backend"),
+        ({"tracking": {"wandb_project": "mine"}}, "tracking.wandb_project"),
     ],
 )
 def test_packages_that_are_missing_are_named_first(
-    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], problem: str
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], key: str
 ) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=problem):
+    with refused(key, "not installed"):
         rules.validate_training(from_mapping({**section, "data": {"n": 4}}))

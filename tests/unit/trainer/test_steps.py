@@ -243,7 +243,7 @@ def test_an_interruption_announces_the_checkpoint_that_it_saves(world: World, st
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None:
     world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
     world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
-    with pytest.raises(SpecActorError, match="nothing was learnt in the last 3 steps: the loss"):
+    with pytest.raises(SpecActorError, match="3 steps"):
         world.run()
     assert "step-000003" in world.saved
 
@@ -253,9 +253,7 @@ def test_a_run_in_which_every_reward_fails_is_not_complete(steps: int, tmp_path:
     world = World(tmp_path, steps=steps)
     failures = {"reward": Counter({"ValueError: a": 3, "ValueError: b": 2, "timed out": 9}), "rollout": Counter[str]()}
     world.collect = lambda *_: Experience(failures=failures)  # type: ignore[method-assign]
-    with pytest.raises(
-        SpecActorError, match=r"no sample can be used: 9 x timed out, 5 x ValueError, such as: a\. .*reward.functions"
-    ):
+    with pytest.raises(SpecActorError, match=r"9 x timed out, 5 x ValueError, such as: a\. .*reward.functions"):
         world.run()
     assert world.finished[0][0] == "failed" and f"step-{steps:06d}" in world.saved
 

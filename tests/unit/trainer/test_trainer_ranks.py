@@ -58,7 +58,7 @@ def test_a_failing_rank_ends_the_wait_and_is_named(
     if is_usable:
         assert ranks.export_weights(1) == "weights"
     else:
-        with pytest.raises(ActorLostError, match=rf"cannot be used any more: trainer {error}(.|\n)*resume=auto"):
+        with pytest.raises(ActorLostError, match=rf"trainer {error}(.|\n)*resume=auto"):
             ranks.save(Path("unused"))
 
 
@@ -88,7 +88,7 @@ def test_files_that_only_another_node_sees_are_missed(here: str | None, tmp_path
         (tmp_path / "theirs").write_text(here)
     parts = [SavedPart(tmp_path, "node-a", {"mine": 5}), SavedPart(tmp_path, "node-b", {"theirs": 5})]
     ranks = together(*(FakeRank(clock, save=(1.0, part)) for part in parts))
-    with pytest.raises(OSError, match=r"trainer rank 1 wrote theirs on node node-b.*checkpoint\.dir must be a folder"):
+    with pytest.raises(OSError, match=r"rank 1 .*theirs .*node-b.*checkpoint\.dir"):
         ranks.save(tmp_path)
     (tmp_path / "theirs").write_text("12345")
     ranks.save(tmp_path)

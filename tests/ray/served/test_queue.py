@@ -21,34 +21,19 @@ from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from tests.plain_decoding import cut_at_stops
+from tests.served import SETTINGS
 from tests.tiny import tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 COUNT = 6
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-SETTINGS: dict[str, Any] = {
-    "mode": "coupled",
-    "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
-    "drafters": [{"method": "suffix"}],
-    "cluster": {"pin_cores": False},
-}
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping(SETTINGS)) as rollout:
-        yield rollout
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def actor(rollout: Rollout) -> Iterator[Any]:
     """Another rollout on the same cluster."""
-    target = {**SETTINGS["target"], "replicas": 1}
-    actor = ray.remote(RolloutActor).options(num_cpus=0).remote(from_mapping({**SETTINGS, "target": target}))
+    actor = ray.remote(RolloutActor).options(num_cpus=0).remote(from_mapping(SETTINGS))
     ray.get(actor.start.remote(), timeout=120)
     yield actor
     ray.get(actor.close.remote(), timeout=120)
@@ -101,7 +86,7 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
         list(pool.map(blocked, range(16)))
     done = sorted(second, key=lambda one: one.prompt_index)
     assert all(same(one, expected) for one, expected in zip(done, truth, strict=True))
-    with pytest.raises(InputError, match="while a stream is open"):
+    with pytest.raises(InputError, match="stream"):
         rollout.reset_metrics()
     first.close()
     for loop in loops:
@@ -110,61 +95,14 @@ def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, 
     rollout.reset_metrics()
 
 
-def test_an_aborted_output_goes_on_as_a_prompt(rollout: Rollout) -> None:
-    queue, prompt, sampling = rollout.queue, tiny_prompts(1)[0], replace(SAMPLING, max_tokens=200, ignore_eos=True)
-    whole = queue.submit(prompt, sampling).result(120.0)
-    handle = queue.submit(prompt, sampling)
-    for number, _token in enumerate(handle.tokens()):
-        if number == 20:
-            break
-    part = handle.abort()
-    at = len(part.token_ids)
-    assert 20 < at <= 200 and part.token_ids == whole.token_ids[:at]
-    resent = replace(sampling, max_tokens=max(1, 200 - at), first_position=at)
-    sent = queue.submit([*part.prompt_token_ids, *part.token_ids], resent).result(120.0)
-    assert at == 200 or sent.token_ids == whole.token_ids[at:]
-    rollout.sleep()  # refused while a verifier has requests
-    assert queue.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
-
-
-def test_requests_go_on_behind_new_weights(rollout: Rollout) -> None:
-    queue, prompts, sampling = rollout.queue, tiny_prompts(8), replace(SAMPLING, max_tokens=200, ignore_eos=True)
-    whole = [handle.result(120.0) for handle in [queue.submit(prompt, sampling) for prompt in prompts]]
-    handles = [queue.submit(prompt, sampling) for prompt in prompts]
-    next(handles[0].tokens())
-    same_weights = load_model(str(tiny_target())).named_parameters()
-    version = rollout.update_weights(same_weights, "keep")
-    outputs = [handle.result(120.0) for handle in handles]
-    assert [one.token_ids for one in outputs] == [one.token_ids for one in whole]
-    assert all(one.weight_version == version or not one.versions for one in outputs)
-    assert queue.submit(prompts[0], sampling).result(120.0).weight_version == version
-
-
-def test_stop_texts_and_probable_tokens_are_those_of_plain_decoding(rollout: Rollout, truth: list[Trajectory]) -> None:
-    texts = [whole.text for whole in truth]
-    stops = (texts[0][9:12], texts[1][5:6], "not there")
-    sampling = replace(SAMPLING, stop=stops, logprobs=3)
-    expected = [cut_at_stops(tiny_target(), whole.token_ids, stops) for whole in truth]
-    assert all(len(tokens) < len(whole.token_ids) for (tokens, _), whole in zip(expected[:2], truth[:2], strict=True))
-    streamed = rollout.generate(tiny_prompts(COUNT), sampling, n=1)
-    for output, wanted, whole in zip(streamed, expected, truth, strict=True):
-        assert (output.token_ids, output.text) == wanted
-        assert (output.stop_reason in stops) == (output.text != whole.text)
-        assert output.top_logprobs is not None and len(output.top_logprobs) == len(output.token_ids)
-        for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
-            assert len(top) == 3 and dict(top).get(token, logprob) == logprob <= top[0][1]
-    handle = rollout.queue.submit(tiny_prompts(1)[0], replace(sampling, seed=own(0).seed))
-    assert tuple(token.top for token in handle.tokens()) == streamed[0].top_logprobs
-
-
 def test_processes_of_the_cluster_call_a_rollout(actor: Any, truth: list[Trajectory]) -> None:
     @ray.remote(num_cpus=0)
     def caller(actor: Any, prompts: list[Any], sampling: list[SamplingParams]) -> list[Any]:
         outputs = ray.get([actor.generate.remote(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)])
         streamed = [token for batch in actor.stream.remote(prompts[0], sampling[0]) for token in ray.get(batch)]
-        with pytest.raises(InputError, match="the prompt has no tokens"):
+        with pytest.raises(InputError, match="prompt"):
             ray.get(actor.generate.remote([]))
-        with pytest.raises(SpecActorError, match="it must stay within 512"):
+        with pytest.raises(SpecActorError, match="512"):
             ray.get(next(actor.stream.remote([1] * 100_000)))
         return [outputs, [token.token_id for token in streamed]]
 
@@ -207,7 +145,7 @@ def test_an_actor_pauses_and_sleeps(actor: Any, truth: list[Trajectory]) -> None
     ray.get(actor.sleep.remote(), timeout=60.0)
     assert all(same(output, truth[0]) for output in ray.get(outputs, timeout=60.0))
     assert same(ray.get(actor.generate.remote(prompt, own(0)), timeout=60.0), truth[0])  # wakes
-    with pytest.raises(InputError, match="policy is 'soon'; it must be wait, keep, abort"):
+    with pytest.raises(InputError, match=r"policy .*wait, keep, abort"):
         ray.get(actor.pause.remote("soon"))
 
 

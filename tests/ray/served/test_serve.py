@@ -13,60 +13,22 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import hypothesis
 import openai
 import pytest
-import ray
 import schemathesis
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.config.load import from_mapping
 from specactor_ray.rollout import verifiers
-from specactor_ray.serve.run import serving
-from specactor_ray.serve.service import Service
+from tests.served import SETTINGS, Served
 from tests.tiny import tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 HTTP = httpx.Client(timeout=250.0)
-SETTINGS = {
-    "mode": "coupled",
-    "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
-    "drafters": [{"method": "suffix"}],
-    "sampling": {"max_tokens": 48, "seed": 3},
-    "cluster": {"pin_cores": False},
-}
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping(SETTINGS)) as rollout:
-        yield rollout
-    ray.shutdown()
-
-
-class Served(NamedTuple):
-    """A server in a thread of this process."""
-
-    service: Service
-    url: str
-
-
-@contextlib.contextmanager
-def served(rollout: Rollout) -> Iterator[Served]:
-    service = Service(rollout, "tiny")
-    with serving(service) as url:
-        yield Served(service, url)
-
-
-@pytest.fixture(scope="module")
-def server(rollout: Rollout) -> Iterator[Served]:
-    with served(rollout) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file, save_file
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.config.load import from_mapping
 from specactor_ray.models.loading import load_model
 from specactor_ray.table.requests import TargetRequest
-from tests.ray.test_serve import SETTINGS, Served, served
+from tests.served import Served
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import run
 from tests.unit.target.test_hf_engine import load, make
@@ -35,21 +33,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 PROMPTS = [list(one) for one in tiny_prompt_ids(3)]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=11)
 LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
-TOO_LONG = {"token_ids": [1] * 10_000, "sampling_params": {}}
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping({**SETTINGS, "trainer": {"weight_bucket_mb": 1}})) as rollout:
-        yield rollout
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def server(rollout: Rollout) -> Iterator[Served]:
-    with served(rollout) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -220,66 +203,6 @@ class TestPauses:
             push_by_prime_rl(client, old, 0)
             sent(client, "/update_weight_version", {"new_version": "0"})
 
-    def test_requests_wait_and_pauses_are_idempotent(
-        self, server: Served, client: httpx.Client, truth: dict[str, list[list[int]]]
-    ) -> None:
-        async def work(other: httpx.AsyncClient) -> Any:
-            outputs = asyncio.ensure_future(asyncio.to_thread(generated, client))
-            await until(other, waiting(1))
-            assert not outputs.done()
-            assert (await other.get("/health_generate")).is_success, "a pause is no failure"
-            assert (await other.post("/resume")).is_success
-            return await outputs
-
-        with httpx.Client(base_url=server.url, timeout=200) as another:
-            for mode in ("keep", "wait", "abort", "keep"):
-                sent(another, "/pause", mode=mode)
-                refused = another.post("/inference/v1/generate", json=TOO_LONG).status_code
-                assert refused == (400 if mode == "keep" else 503), "only `keep` lets requests wait"
-            assert background(server, work) == truth["old"]
-            sent(another, "/resume")
-            assert generated(client) == truth["old"]
-
-    def test_a_pause_that_waits_lets_requests_end(self, server: Served) -> None:
-        async def work(client: httpx.AsyncClient) -> Any:
-            body = {"token_ids": PROMPTS[1], "sampling_params": {**LONG, "seed": 1}}
-            output = asyncio.ensure_future(client.post("/inference/v1/generate", json=body))
-            await begun(client, [output])
-            assert (await client.post("/pause?mode=wait")).is_success
-            assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
-            ended = await output
-            assert (await client.post("/resume")).is_success
-            return ended.json()["choices"][0]
-
-        choice = background(server, work)
-        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == LONG["max_tokens"]
-
-    def test_a_pause_that_aborts_gives_out_what_there_is(self, server: Served) -> None:
-        def body(seed: int) -> dict[str, Any]:
-            return {"token_ids": PROMPTS[0], "sampling_params": {**LONG, "seed": seed}}
-
-        async def work(client: httpx.AsyncClient) -> list[list[dict[str, Any]]]:
-            def start(seeds: Sequence[int]) -> list[asyncio.Future[httpx.Response]]:
-                return [asyncio.ensure_future(client.post("/inference/v1/generate", json=body(seed))) for seed in seeds]
-
-            begins = start(range(12))
-            await begun(client, begins)
-            assert (await client.post("/pause_generation")).is_success
-            ran = [(await one).json()["choices"][0] for one in begins]
-            waits = start(range(3))
-            await until(client, waiting(3))
-            assert (await client.post("/pause?mode=abort")).is_success
-            waited = [(await one).json()["choices"][0] for one in waits]
-            assert (await client.post("/resume")).is_success
-            return [ran, waited]
-
-        ran, waited = background(server, work)
-        assert [(one["finish_reason"], one["token_ids"]) for one in waited] == [("abort", [])] * 3
-        assert {one["finish_reason"] for one in ran} <= {"abort", "length"}
-        for seed, choice in enumerate(ran[:3]):
-            expected = plain(tiny_target(), SamplingParams(seed=seed, **LONG), PROMPTS[:1])[0]
-            assert choice["token_ids"] == expected[: len(choice["token_ids"])]
-
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
@@ -394,31 +317,6 @@ def test_slimes_external_engine(client: httpx.Client) -> None:
     assert info["enable_memory_saver"] is False
     assert client.post("/workers", json={"url": url, "worker_type": "regular"}).is_success
     assert [worker["url"] for worker in got(client, "/workers")["workers"]] == [url]
-
-
-def test_slime_aborts_until_idle(server: Served) -> None:
-    """`abort_server_until_idle`, while streams of `generate_streaming` run."""
-
-    async def stream(client: httpx.AsyncClient, seed: int) -> dict[str, Any]:
-        params = {"max_new_tokens": 440, "ignore_eos": True, "sampling_seed": seed}
-        body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True}
-        meta: dict[str, Any] = {}
-        async with client.stream("POST", "/generate", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
-                    meta = json.loads(data)["meta_info"]
-        return meta
-
-    async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-        streams = [asyncio.ensure_future(stream(client, seed)) for seed in range(6)]
-        await begun(client, streams)
-        assert (await client.post("/abort_request", json={"abort_all": True})).is_success
-        await until(client, lambda load: load["num_total_reqs"] == 0)
-        return [await one for one in streams]
-
-    metas = background(server, work)
-    assert all(meta["finish_reason"]["type"] in ("abort", "length") for meta in metas)
-    assert all(len(meta["output_token_logprobs"]) == meta["completion_tokens"] for meta in metas)
 
 
 @needs_vllm
