@@ -33,7 +33,9 @@ class BatchProposer(Proposer):
         self.failures = Failures()
         """Failed guesses."""
         self._places, self._fitted = max_batch, (0, 0)
-        """Number of free places."""
+        """Number of free places; numbers of rows and tokens of a tail for which there is room."""
+        self._seen: tuple[TableView | None, int] = None, 0
+        """View and `RequestTable.changes` of the newest call."""
         self._generations, self._known, self._ends = np.zeros((3, 0), np.int32)
         """int32 `(rows,)`, by the newest call: generation of the request, 0 without one; tokens of line; of line and
         tail."""
@@ -62,7 +64,9 @@ class BatchProposer(Proposer):
 
     def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
         self.view = view
-        self._follow(rows)
+        if self._seen != (seen := (view, view.table.changes)):
+            self._seen = seen
+            self._follow(rows)
         for states in view.states:
             self.add_features(states.rows, states.starts, states.lengths, states.states)
         view.states.clear()
@@ -111,6 +115,7 @@ class BatchProposer(Proposer):
             self._generations[row] = 0
 
     def reset(self) -> None:
+        self._seen = None, 0
         for row in np.flatnonzero(self._generations).tolist():
             self._close(row)
 
@@ -125,6 +130,7 @@ class BatchProposer(Proposer):
         self._admit(row)
         if self._placed[row] and self.traits.reads_features:
             self._close(row)
+            self._seen = None, 0
             self.view.lost.add(row)
 
     def _give_up(self, row: int) -> None:

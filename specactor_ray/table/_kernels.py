@@ -166,38 +166,39 @@ def _remember(rows: Any, fresh_of: Any, sums: Any, evidence: Any, ranges: Any, m
 
 
 @_jit
-def _settle(seat: int, row: int, start: int, fresh: int, table: Planes) -> Any:
-    """Keep the tails of a row that agree with its `fresh` newest tokens, from `start` on, and reach past them. Returns
-    the length of the first tail, and how many of its tokens are right."""
-    lines, length, tail, place = table.lines, table.length, table.tail, 0
-    first, hits, same = 0, 0, start
-    for k in range(tail.shape[2]):
-        have, right = length[seat, row, k], 0
+def _settle(row: int, start: int, fresh: int, line: Any, length: Any, tail: Any, kept: Any, judged: Any) -> Any:
+    """Keep the tails of a row, arrays of one seat, that agree with its `fresh` newest tokens, from `start` on, and
+    reach past them. Returns the length of the first tail, how many of its tokens are right, and whether another tail
+    has taken its place."""
+    place, first, hits, same, rescued = 0, 0, 0, start, False
+    for k in range(tail.shape[1]):
+        have, right = length[row, k], 0
         if have == 0:
             break
         tested = min(have, fresh)
-        while right < tested and tail[seat, row, k, right] == lines[row, start + right]:
+        while right < tested and tail[row, k, right] == line[start + right]:
             right += 1
         if k == 0:
             first, hits = have, right
             same = start + (right if right < tested else have)
-            table.judged[seat, 0] += min(right + 1, tested)
-            table.judged[seat, 1] += right
-        length[seat, row, k] = 0
+            judged[0] += min(right + 1, tested)
+            judged[1] += right
+        length[row, k] = 0
         if right == fresh and have > fresh:
-            table.counts[RESCUED] += place == 0 and k > 0
-            length[seat, row, place] = have - fresh
+            rescued = rescued or (place == 0 and k > 0)
+            length[row, place] = have - fresh
             for at in range(have - fresh):
-                tail[seat, row, place, at] = tail[seat, row, k, fresh + at]
+                tail[row, place, at] = tail[row, k, fresh + at]
             place += 1
-    table.kept[seat, row] = min(table.kept[seat, row], same)
-    return first, hits
+    kept[row] = min(kept[row], same)
+    return first, hits, rescued
 
 
 @_jit
 def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
-    """See `RequestTable.follow`."""
+    """See `RequestTable.follow`: of a table with one drafter, in the first seat."""
     taken, end = np.zeros(len(rows), np.bool_), 0
+    length, tail, kept, judged = table.length[0], table.tail[0], table.kept[0], table.judged[0]
     for i in range(len(rows)):
         row, begin, end = rows[i], end, end + lengths[i]
         if row < 0 or row >= len(table.generation) or table.generation[row] == 0 or starts[i] < 0:
@@ -210,8 +211,7 @@ def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: Planes) -> 
         if taken[i] and stop > before:
             line[before:stop] = tokens[begin + before - start : end]
             table.lengths[row] = stop
-            for seat in range(len(table.method)):
-                _settle(seat, row, before, stop - before, table)
+            _settle(row, before, stop - before, line, length, tail, kept, judged)
     return taken
 
 
@@ -287,7 +287,11 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
                 reached[1, k] += k < accepted[i]
         start = table.lengths[row] - fresh
         for seat in range(len(method)):
-            had, right = _settle(seat, row, start, fresh, table)
+            if not table.assigned[seat, row]:
+                continue
+            mine = length[seat], table.tail[seat], table.kept[seat], table.judged[seat]
+            had, right, rescued = _settle(row, start, fresh, table.lines[row], *mine)
+            counts[RESCUED] += rescued
             if had > 0:
                 kind, tested = method[seat], min(had, fresh)
                 tried = min(right + 1, tested)

@@ -43,7 +43,7 @@ class RequestTable:
     - int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a tail was verified, and was
       right, until `StepMetrics` takes them.
 
-    `eos_token_ids` end outputs of requests that do not ignore them; `device`: of the sampling `rules`
+    `changes` counts openings, commits, assignments and closings. `eos_token_ids` end outputs of requests that do not ignore them; `device`: of the sampling `rules`
     (by row, with positions in the sequence); for `window` and `branches` see `fit_tails`.
     """
 
@@ -75,7 +75,7 @@ class RequestTable:
         self.method, self.judged = np.zeros(seats, np.int32), np.zeros((seats, 2), np.int64)
         self.evidence = np.zeros((4, MAX_METHODS, rows))
         self.counts = np.zeros(len(COUNTS), np.int64)
-        self._generations = 0
+        self.changes = self._generations = 0
         self._free = list(range(rows))  # a heap: the lowest one is taken
         self.fit_tails(window, branches)
 
@@ -104,6 +104,7 @@ class RequestTable:
         row, known = heapq.heappop(self._free), prompt + known
         self._fit_lines(known)
         self._generations += 1
+        self.changes += 1
         self.requests[row], self.row_of[request.request_id] = request, row
         self.generation[row] = self._generations
         self.lines[row, :prompt], self.lines[row, prompt:known] = request.prompt_token_ids, request.committed_token_ids
@@ -126,6 +127,7 @@ class RequestTable:
 
     def append(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
         """Commit tokens, `counts` of each row, int32 `(n,)`, row by row."""
+        self.changes += 1
         before = self.lengths[rows]
         self.lengths[rows] = after = before + counts
         self._fit_lines(int(after.max(initial=0)))
@@ -133,6 +135,7 @@ class RequestTable:
 
     def close(self, row: int) -> None:
         """Free a row."""
+        self.changes += 1
         request_id = self.requests.pop(row).request_id
         if self.row_of.get(request_id) == row:
             del self.row_of[request_id]
@@ -169,12 +172,14 @@ class RequestTable:
 
     def assign(self, seat: int, row: int) -> None:
         """Assign the request to the drafter."""
+        self.changes += 1
         self.assigned[seat, row], self.length[seat, row] = True, 0
         self.kept[seat, row] = min(self.kept[seat, row], self.lengths[row])
         self.sent[seat, row] = self.base[seat, row] = -1
 
     def release(self, seat: int, row: int) -> None:
         """End the assignment of the request to the drafter."""
+        self.changes += 1
         self.assigned[seat, row], self.length[seat, row] = False, 0
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
@@ -195,6 +200,7 @@ class RequestTable:
         ends = self.prompts[arrays[0]] + arrays[1]
         ends = np.minimum(ends, self.lengths[arrays[0]]) + arrays[2]
         self._fit_lines(int(ends.max(initial=0)))
+        self.changes += 1
         taken: np.ndarray = _kernels.follow(*arrays, _kernels.Planes(*_PLANES(self)))
         return taken
 
