@@ -106,6 +106,10 @@ class Plan:
     def chosen(self) -> Candidate:
         return self.predictions[0]
 
+    def lines(self) -> list[str]:
+        """The notes, and the choice."""
+        return [*self.notes, f"plan: {self.words()}"]
+
     def words(self) -> str:
         """The choice in one line, with the speed of the best of every mode."""
         chosen, best = self.chosen, dict[str, float]()

@@ -79,8 +79,10 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     draft tokens of a request in one step, 0 without speculation. Raises as `require_room`."""
     import torch
 
-    from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
+    from specactor_ray.core.device import device_bytes
     from specactor_ray.models.loading import locate_model
+    from specactor_ray.models.shapes import GIB
+    from specactor_ray.target.sizes import beside_the_cache
 
     require_room(config, max_drafts)
     source, revision = locate_model(config.model)
@@ -127,9 +129,9 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
 def _context_by_positions(config: TargetConfig) -> int | None:
     """The model's whole context if its positions depend on a length, as in `fix_positions`: vLLM's default is the
     original length for `longrope` (short factors), and beyond its angles for `dynamic`. None: vLLM chooses."""
-    from specactor_ray.models.cache_size import context_of
     from specactor_ray.models.loading import load_model_config
     from specactor_ray.models.rotary import depends_on_length
+    from specactor_ray.models.shapes import context_of
 
     model = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     return context_of(model.get_text_config()) if depends_on_length(model) else None
