@@ -86,7 +86,7 @@ def keep_dtype(config: Config) -> None:
     Raises as `open_run`."""
     if config.target.dtype != AUTO or config.resume != "auto":
         return
-    if (found := lease_unfinished(config, METRICS_FILE, _continues(config))) is not None:
+    if (found := lease_unfinished(config.run, METRICS_FILE, _continues(config.run.name))) is not None:
         folder, lease = found
         lease.release()
         if (folder / CONFIG_FILE).exists():
@@ -104,7 +104,9 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
     """
     now, section = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks)), config.checkpoint
     with run_dir_errors(Path(config.run.dir)), contextlib.ExitStack() as undo:
-        found = lease_unfinished(config, METRICS_FILE, _continues(config)) if config.resume == "auto" else None
+        found = (
+            lease_unfinished(config.run, METRICS_FILE, _continues(config.run.name)) if config.resume == "auto" else None
+        )
         folder, lease = found or lease_new(config)
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
@@ -119,9 +121,9 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
     return TrainingRun(folder, store, state, checkpoint, tuple(leases))
 
 
-def _continues(config: Config) -> Any:
+def _continues(name: str | None) -> Any:
     """Criterion of `lease_unfinished`: a named run continues after its end, too."""
-    if config.run.name is not None:
+    if name is not None:
         return lambda folder: folder.is_dir() and any(folder.iterdir())
     return lambda folder: status_of(folder) != "complete"
 
