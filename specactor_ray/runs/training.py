@@ -14,7 +14,7 @@ from typing import Any
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
-from specactor_ray.config.schema import AUTO, TargetConfig
+from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import open_regular, parse_json, read_foreign, remove_if_empty, write_text
@@ -86,7 +86,7 @@ def keep_dtype(config: Config) -> None:
     Raises as `open_run`."""
     if config.target.dtype != AUTO or config.resume != "auto":
         return
-    if (found := lease_unfinished(config.run, METRICS_FILE, _continues(config.run.name))) is not None:
+    if (found := _lease_unfinished(config.run)) is not None:
         folder, lease = found
         lease.release()
         if (folder / CONFIG_FILE).exists():
@@ -104,9 +104,7 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
     """
     now, section = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks)), config.checkpoint
     with run_dir_errors(Path(config.run.dir)), contextlib.ExitStack() as undo:
-        found = (
-            lease_unfinished(config.run, METRICS_FILE, _continues(config.run.name)) if config.resume == "auto" else None
-        )
+        found = _lease_unfinished(config.run) if config.resume == "auto" else None
         folder, lease = found or lease_new(config)
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
@@ -121,11 +119,11 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
     return TrainingRun(folder, store, state, checkpoint, tuple(leases))
 
 
-def _continues(name: str | None) -> Any:
-    """Criterion of `lease_unfinished`: a named run continues after its end, too."""
-    if name is not None:
-        return lambda folder: folder.is_dir() and any(folder.iterdir())
-    return lambda folder: status_of(folder) != "complete"
+def _lease_unfinished(run: RunConfig) -> tuple[Path, RunLease] | None:
+    """The run to continue, and its lease; a named run continues after its end, too."""
+    if run.name is None:
+        return lease_unfinished(run, METRICS_FILE, lambda folder: status_of(folder) != "complete")
+    return lease_unfinished(run, METRICS_FILE, lambda folder: folder.is_dir() and any(folder.iterdir()))
 
 
 def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
