@@ -10,9 +10,10 @@ from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
 from specactor_ray.models.loading import load_model_config
-from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, key_value_heads, token_bytes
+from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
 from specactor_ray.startup.memory import placed_drafters
-from specactor_ray.target.sizes import BLOCK_TOKENS, cached_token_bytes
+from specactor_ray.target.sizes import BLOCK_TOKENS
+from specactor_ray.target.vllm_settings import require_whole_heads
 
 
 def load_config_of(key: str, name: str, trust_remote_code: bool) -> Any:
@@ -48,18 +49,9 @@ def check_target(config: Config, model: Any) -> int:
         problem = f"{stop} is no token of {name}; its largest id is {text.vocab_size - 1}."
         raise ConfigError("sampling.stop_token_ids", problem, "remove it, or end outputs by sampling.stop.")
     if target.backend == "vllm":
-        _reject_heads_that_cannot_be_split(target, text)
+        require_whole_heads(target, text)
     _reject_kernels_that_depend_on_the_batch(target, model)
     return _checked_context(target, text)
-
-
-def _reject_heads_that_cannot_be_split(target: TargetConfig, text: Any) -> None:
-    """Check that heads divide among ranks: vLLM gives every rank whole heads; key/value heads may be copied instead."""
-    ranks, heads, shared = target.tensor_parallel, int(text.num_attention_heads), key_value_heads(text)
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
-    if ranks not in fits:
-        problem = f"{ranks} ranks cannot share {heads} attention heads and {shared} key/value heads evenly."
-        raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
 
 
 def _reject_kernels_that_depend_on_the_batch(target: TargetConfig, model: Any) -> None:
@@ -84,31 +76,6 @@ def _checked_context(target: TargetConfig, text: Any) -> int:
         problem = f"{wanted}, but {target.model} was made for {longest} tokens."
         raise ConfigError("target.max_model_len", problem, f"use {longest} or less.")
     return min(wanted or 1 << 30, longest or wanted or 1 << 30)
-
-
-def reject_cache_below_one_request(target: TargetConfig, max_tokens: int, text: Any) -> None:
-    """Check that the cache holds a request: vLLM does not start if a request of `max_model_len` could not be finished
-    in it; `hf` accepts shorter prompts, but a prompt of one token must have room for its output."""
-    on_vllm, length = target.backend == "vllm", target.max_model_len or context_of(text)
-    if not on_vllm:
-        length = min(length or 1 << 30, 1 + max_tokens)
-    plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
-    plain = plain and not set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if target.kv_cache_gb is None or not length or not plain:
-        return  # other layers keep less, by an amount that only the engine has
-    per_token = cached_token_bytes(target, text)
-    block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
-    blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
-    if blocks * block < length:
-        needed = (-(-length // block) + on_vllm) * block * per_token / GIB
-        held = max(blocks, 0) * block
-        problem = f"{target.kv_cache_gb:g} holds {held} tokens of {target.model} in blocks of {block}, and "
-        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
-        if held > max_tokens:
-            fix += f", or target.max_model_len={held}"
-        elif held > 1:  # a shorter context alone would be refused for its outputs
-            fix += f", or sampling.max_tokens={held - 1}" + f" and target.max_model_len={held}" * on_vllm
-        raise ConfigError("target.kv_cache_gb", f"{problem}a request may have {length}.", f"{fix}.")
 
 
 def export_what_drafters_read(config: Config) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.costs import Costs, StepTimes, load_costs
-from specactor_ray.plan.search import ALL_MODES, Method, Plan, geometric, search_plan
+from specactor_ray.plan.costs import Costs, usable_costs
+from specactor_ray.plan.search import ALL_MODES, Plan, search_plan, usable_methods
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
 from specactor_ray.startup.mode import as_decoupled, settle
 
@@ -34,31 +31,17 @@ def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = AL
         InputError: No layout fits.
     """
     config = as_decoupled(config, machine)
-    plan = make_plan(config, _usable_costs(config), machine, modes)
+    plan = make_plan(config, usable_costs(config.profile, config.target), machine, modes)
     apply_plan(config, plan)
     validate(config)
     return config, plan
 
 
-def _usable_costs(config: Config) -> Costs:
-    """The costs in the configured file."""
-    if config.profile is None:
-        raise ConfigError("profile", "is not set.", "name the summary of a run: profile=runs/NAME/summary.json")
-    costs, where = load_costs(config.profile), config.profile
-    for name, there in costs.target.items():
-        if there != (here := getattr(config.target, name)):
-            problem = f"{where} was measured with target.{name}={there}, and here it is {here}."
-            raise ConfigError("profile", problem, "name the summary of a run of this target, or leave it out.")
-    if not costs.acceptance:
-        problem = f"{where} has no draft ladder: its run verified no drafts, or was too short."
-        raise ConfigError("profile", problem, "name the summary of a longer run with mode=coupled or decoupled.")
-    return costs
-
-
 def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
     """Plan with the draft methods that are both configured and measured, for all devices of a local cluster beside the
     trainer's, or those that the configuration needs on another one. InputError if no layout fits."""
-    methods, unusable = _methods(config, costs)
+    specs = drafter_specs(replace(config, mode=ModeName.decoupled))
+    methods, unusable = usable_methods(costs, specs, config.target.gpus > 0)
     there, trainer = machine.devices(config.cluster) or devices_of(config, trains=True), config.trainer
     on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(trainer)
     devices, requests = on_gpus if config.target.gpus else on_cores, config.target.replicas * config.target.max_batch
@@ -89,26 +72,3 @@ def apply_plan(config: Config, plan: Plan) -> None:
         if not drafter.gpus:
             drafter.cores = max(chosen.draft_devices, 1)
     config.speculation.window = chosen.window
-
-
-def _methods(config: Config, costs: Costs) -> tuple[dict[str, Method], list[str]]:
-    """Configured methods that were measured, and the others with the reason."""
-    usable: dict[str, Method] = {}
-    unusable: list[str] = []
-    specs = drafter_specs(replace(config, mode=ModeName.decoupled))
-    for method, spec in specs.items():
-        found, is_lookup = costs.drafters.get(method), spec.traits.looks_up
-        if found is None or method not in costs.acceptance:
-            reason = "that run did not try it"
-        elif found.model != spec.model:
-            reason = f"that run tried it with model {found.model}"
-        elif not (found.seconds or is_lookup):
-            reason = "that run has no time of its drafts"
-        else:
-            seconds = dict.fromkeys((1, *costs.verify), StepTimes()) if is_lookup else found.seconds
-            survival = geometric(np.array([costs.acceptance[method]]), spec.window)[0]
-            supply = costs.supply if is_lookup else 1.0  # a model has a guess at any time
-            usable[method] = Method(seconds, survival, is_lookup and config.target.gpus > 0, supply, spec.branches)
-            continue
-        unusable.append(f"{method} is left out: {reason}")
-    return usable, unusable

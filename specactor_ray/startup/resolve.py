@@ -17,11 +17,11 @@ from specactor_ray.startup.checks import (
     export_what_drafters_read,
     identity_of,
     load_config_of,
-    reject_cache_below_one_request,
 )
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
 from specactor_ray.startup.memory import check_memory, settle_caches
 from specactor_ray.startup.plan import settle_auto
+from specactor_ray.target.sizes import reject_cache_below_one_request
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_room, require_vllm
 
 

@@ -5,9 +5,11 @@ The figures of GPUs are conservative estimates: none has been measured.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.models.shapes import (
     GIB,
@@ -70,6 +72,31 @@ def cache_bytes(target: TargetConfig, room: float) -> float:
     one, all_of_them = (in_blocks(length, rows) * per_token for rows in (1, target.max_batch))
     most = room if target.gpus else max(_MOST_ON_CPU, one)
     return float(min(all_of_them, most, room))
+
+
+def reject_cache_below_one_request(target: TargetConfig, max_tokens: int, text: Any) -> None:
+    """Check that the cache holds a request: vLLM does not start if a request of `max_model_len` could not be finished
+    in it; `hf` accepts shorter prompts, but a prompt of one token must have room for its output."""
+    on_vllm, length = target.backend == "vllm", target.max_model_len or context_of(text)
+    if not on_vllm:
+        length = min(length or 1 << 30, 1 + max_tokens)
+    plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
+    plain = plain and not set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if target.kv_cache_gb is None or not length or not plain:
+        return  # other layers keep less, by an amount that only the engine has
+    per_token = cached_token_bytes(target, text)
+    block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
+    blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
+    if blocks * block < length:
+        needed = (-(-length // block) + on_vllm) * block * per_token / GIB
+        held = max(blocks, 0) * block
+        problem = f"{target.kv_cache_gb:g} holds {held} tokens of {target.model} in blocks of {block}, and "
+        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
+        if held > max_tokens:
+            fix += f", or target.max_model_len={held}"
+        elif held > 1:  # a shorter context alone would be refused for its outputs
+            fix += f", or sampling.max_tokens={held - 1}" + f" and target.max_model_len={held}" * on_vllm
+        raise ConfigError("target.kv_cache_gb", f"{problem}a request may have {length}.", f"{fix}.")
 
 
 def room_on_cpu(target: TargetConfig, free: float) -> float:

@@ -74,6 +74,17 @@ def require_room(target: TargetConfig, window: int) -> None:
         raise ConfigError("target.max_model_len", problem, fix)
 
 
+def require_whole_heads(target: TargetConfig, text: Any) -> None:
+    """Check that heads divide among ranks: vLLM gives every rank whole heads; key/value heads may be copied instead."""
+    from specactor_ray.models.shapes import key_value_heads
+
+    ranks, heads, shared = target.tensor_parallel, int(text.num_attention_heads), key_value_heads(text)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+    if ranks not in fits:
+        problem = f"{ranks} ranks cannot share {heads} attention heads and {shared} key/value heads evenly."
+        raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
+
+
 def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
     draft tokens of a request in one step, 0 without speculation. Raises as `require_room`."""

@@ -22,12 +22,12 @@ from specactor_ray.startup.checks import (
     check_draft_models,
     check_target,
     export_what_drafters_read,
-    reject_cache_below_one_request,
 )
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, plan_rollout_memory
 from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import require_named, resolve, start_notes
+from specactor_ray.target.sizes import reject_cache_below_one_request
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
