@@ -30,7 +30,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import read_jsonl, read_prompts
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.plan import settle_auto
+from specactor_ray.startup.mode import settle_auto
 from specactor_ray.trainer.rewards import RewardSample
 
 if TYPE_CHECKING:

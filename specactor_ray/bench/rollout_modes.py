@@ -30,14 +30,14 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
 from specactor_ray.core.machine import available_bytes, hardware, versions
-from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
+from specactor_ray.core.progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.memory import plan_rollout_memory
-from specactor_ray.startup.resolve import resolve
+from specactor_ray.startup.memory import plan_rollout_memory, settle_caches
+from specactor_ray.startup.resolve import resolve, start_notes
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -103,14 +103,14 @@ def run_bench(
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     notes = list[str]()
-    variants, start_notes = _checked_variants(config, modes, batches, auto, notes)
+    variants, first_notes = _checked_variants(config, modes, batches, auto, notes)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
     if not _fit_together(groups):
         notes.append("the variants run one after the other, not by turns: a slower minute counts for one of them alone")
         groups = [[one] for one in variants]
-    for note in (*start_notes, *notes):
+    for note in (*first_notes, *notes):
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
@@ -138,21 +138,20 @@ def run_bench(
     return report
 
 
-@start_phase("checking the models")
 def _checked_variants(
     config: Config,
     modes: Sequence[BenchMode],
     batches: Sequence[int],
     auto: Config | None,
     notes: list[str],
-) -> tuple[list[Variant], Sequence[str]]:
-    """The variants to measure, settled and checked, and the messages of the first one's start."""
+) -> tuple[Sequence[Variant], list[str]]:
+    """The variants to measure, after all checks that are possible before Ray starts, and the notes on the first one."""
     machine = Machine.here()
-    resolve(config, machine).max_prompt_tokens()
     variants = plan_variants(config, modes, batches, auto, notes)
-    resolved = [resolve(one.config, machine) for one in variants]
-    found = [replace(one, config=to_run.config) for one, to_run in zip(variants, resolved, strict=True)]
-    return found, resolved[0].notes
+    identity = resolve(config, machine).identity
+    for one in variants:
+        settle_caches(one.config, machine)
+    return variants, start_notes(variants[0].config, machine, identity)
 
 
 def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:

@@ -14,7 +14,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.plan import settle_auto
+from specactor_ray.startup.mode import settle_auto
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,7 @@ def planned_side_by_side(settings: Config, console: Console) -> Config:
     `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `plan_config`."""
     from specactor_ray.config.schema import ModeName
     from specactor_ray.startup.machine import Machine
-    from specactor_ray.startup.mode import as_decoupled
-    from specactor_ray.startup.plan import plan_config
+    from specactor_ray.startup.mode import as_decoupled, plan_config
 
     machine = Machine.here()
     if settings.mode is not ModeName.auto or settings.profile is None:

@@ -27,7 +27,7 @@ def plan(
     Lists the rejected ones with the reasons.
     """
     from specactor_ray.startup.machine import Machine
-    from specactor_ray.startup.plan import plan_config
+    from specactor_ray.startup.mode import plan_config
 
     _, found = plan_config(load_settings(config_file, overrides)[0], Machine.here())
     if as_json:

@@ -342,8 +342,7 @@ class Rollout:
 
 
 def _resolved(config: Config) -> Resolved:
-    with start_phase("checking the models"):
-        resolved = resolve(config, Machine.here())
+    resolved = resolve(config, Machine.here(), sampled=False)
     for line in resolved.choices:
         logger.info("%s", line)
     return resolved

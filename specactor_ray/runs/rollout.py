@@ -26,7 +26,7 @@ from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
-from specactor_ray.models.checkpoint_files import known_vocabulary, require_tokenizer
+from specactor_ray.models.checkpoint_files import known_number, require_tokenizer
 from specactor_ray.models.loading import load_tokenizer, require_named_model
 from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.prompts import (
@@ -107,16 +107,14 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     model = require_named_model("target.model", config.target.model)
-    rows = read_rows(config.data.path, config.data.limit, known_vocabulary(model))
+    rows = read_rows(config.data.path, config.data.limit, known_number(model, "vocab_size"))
     unused, prompts = unused_by_rollouts(config, scorer is not None), [split_row(row)[0] for row in rows]
     _tokenizer_for(config.target, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:
         found = lease_interrupted(config) if config.resume == "auto" else None
         if found is not None:
             held.callback(found[1].release)
-        with start_phase("checking the models"):
-            resolved = resolve(config, Machine.here())
-            resolved.max_prompt_tokens()
+        resolved = resolve(config, Machine.here())
         config, lines = resolved.config, resolved.choices
         if scorer is not None:
             scorer.check(rows)
@@ -173,7 +171,7 @@ def _encode(
 
 def _cut_outputs(resolved: Resolved, encoded: Sequence[Encoded]) -> list[str]:
     """A line if some prompts leave less than `sampling.max_tokens` of the context."""
-    most, limit = resolved.config.sampling.max_tokens, resolved.max_prompt_tokens()
+    most, limit = resolved.config.sampling.max_tokens, resolved.max_prompt_tokens
     cut = sum(limit < len(token_ids) < resolved.context for token_ids, _ in encoded)
     if not cut:
         return []

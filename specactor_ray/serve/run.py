@@ -125,9 +125,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
     with listening_socket(host, port) as listener, sigterm_interrupts():
         name = config.target.model
         require_tokenizer(name)
-        with start_phase("checking the models"):
-            resolved = resolve(config, Machine.here())
-            resolved.max_prompt_tokens()
+        resolved = resolve(config, Machine.here())
         for line in (*resolved.choices, *resolved.notes):
             say(console, line)
         try:

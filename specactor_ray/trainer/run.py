@@ -57,8 +57,7 @@ def train(config: Config, console: Console, watch: Watch = lambda parts: None) -
         if folder:
             require_folder(Path(folder).expanduser(), key)
     machine = Machine.here()
-    with progress.start_phase("checking the models"):
-        resolved = resolve(config, machine, trains=True)
+    resolved = resolve(config, machine, trains=True)
     config = resolved.config
     stream = checked_tasks(resolved)
     for line in resolved.choices:
@@ -181,7 +180,7 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat, most=resolved.context, **text_options(data)))
 
-    stream = TaskStream(source, config.sampling.seed, count_tokens, resolved.max_prompt_tokens(), data.shuffle)
+    stream = TaskStream(source, config.sampling.seed, count_tokens, resolved.max_prompt_tokens, data.shuffle)
     tasks, most = stream.take(2), config.sampling.max_tokens
     stream.position = stream.skipped = 0
     try_rewards(config.reward, [sample for task in tasks for sample in made_up(task, tokenizer, most)])

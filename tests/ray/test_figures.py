@@ -24,7 +24,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.plan import settle_auto
+from specactor_ray.startup.mode import settle_auto
 from specactor_ray.transport.messages import RequestStats
 from tests.faults.run import is_sum_of_steps
 from tests.plain_decoding import cut_at_stops, plain_tokens

@@ -46,8 +46,7 @@ from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import as_decoupled
-from specactor_ray.startup.plan import settle_auto
+from specactor_ray.startup.mode import as_decoupled, settle_auto
 
 HEALTH = {
     "method": "eagle",

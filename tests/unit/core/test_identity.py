@@ -9,10 +9,9 @@ from transformers import LlamaConfig, MixtralConfig
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.identity import is_mixture, token_identity, uncovered
-from specactor_ray.startup.checks import identity_of
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.mode import settle
-from specactor_ray.startup.resolve import start_notes
+from specactor_ray.startup.resolve import identity_of, start_notes
 
 
 @pytest.mark.parametrize(

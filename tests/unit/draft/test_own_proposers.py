@@ -15,7 +15,7 @@ from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer, build_proposer
-from specactor_ray.startup.checks import export_what_drafters_read
+from specactor_ray.startup.resolve import export_what_drafters_read
 from specactor_ray.transport.messages import FinishedOutput
 from tests.by_name import ByName
 from tests.fakes.loops import EAGLE_LAYERS, Bench, truth_of

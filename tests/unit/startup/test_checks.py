@@ -18,15 +18,17 @@ from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.models.shapes import ROW_BYTES, token_bytes
 from specactor_ray.startup import resolve as resolution
-from specactor_ray.startup.checks import (
-    check_draft_models,
-    check_target,
-    export_what_drafters_read,
-)
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, plan_rollout_memory
 from specactor_ray.startup.mode import settle
-from specactor_ray.startup.resolve import require_named, resolve, start_notes
+from specactor_ray.startup.resolve import (
+    check_draft_models,
+    check_target,
+    export_what_drafters_read,
+    require_named,
+    resolve,
+    start_notes,
+)
 from specactor_ray.target.sizes import reject_cache_below_one_request
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 

@@ -18,8 +18,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.startup import machine
 from specactor_ray.startup.machine import Devices, Machine
-from specactor_ray.startup.mode import as_decoupled, settle
-from specactor_ray.startup.plan import settle_auto
+from specactor_ray.startup.mode import as_decoupled, settle, settle_auto
 from specactor_ray.startup.resolve import Resolved
 
 LOOKUP = "drafters=[{method: ngram, dtype: float32}]"

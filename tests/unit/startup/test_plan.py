@@ -23,8 +23,7 @@ from specactor_ray.plan.costs import load_costs
 from specactor_ray.plan.search import ALL_MODES
 from specactor_ray.startup import machine as machines
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.mode import as_decoupled
-from specactor_ray.startup.plan import apply_plan, make_plan, plan_config, settle_auto
+from specactor_ray.startup.mode import apply_plan, as_decoupled, make_plan, plan_config, settle_auto
 
 TARGET = "big"
 HERE = Machine(2)
