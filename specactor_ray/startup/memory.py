@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from specactor_ray.config.methods import DrafterSpec, drafter_specs, is_hosted
+from specactor_ray.config.methods import DrafterSpec, placed_drafters
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.device import device_bytes
 from specactor_ray.core.errors import ConfigError
@@ -14,8 +13,9 @@ from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, count_parameters
 from specactor_ray.startup.machine import Machine
 from specactor_ray.target.sizes import (
-    beside_the_cache,
     cache_bytes,
+    gib,
+    require_room_on_gpu,
     room_on_cpu,
     room_on_gpu,
     states_beside_the_cache,
@@ -34,24 +34,6 @@ class MemoryItem:
     owner: str
     what: str
     num_bytes: float
-
-
-class Placed(NamedTuple):
-    """A draft method of the configuration in its place."""
-
-    key: str
-    spec: DrafterSpec
-    hosted: bool
-    on_gpu: bool
-
-
-def placed_drafters(config: Config) -> list[Placed]:
-    """All methods in use, in the order of the configuration. Raises as `drafter_specs`."""
-    target, found = config.target, list[Placed]()
-    for number, spec in enumerate(drafter_specs(config).values()):
-        hosted = is_hosted(spec, config.mode)
-        found.append(Placed(f"drafters.{number}", spec, hosted, (target.gpus if hosted else spec.gpus) > 0))
-    return found
 
 
 # ---- caches ----
@@ -84,7 +66,7 @@ def settle_caches(config: Config, machine: Machine) -> None:
         free = machine.free_bytes if _judged(config) else float("inf")
         target.kv_cache_gb = cache_bytes(target, room_on_cpu(target, free)) / GIB
     elif gpu is not None:
-        target.kv_cache_gb = cache_bytes(target, _require_room_on_gpu(target, gpu, hosted)) / GIB
+        target.kv_cache_gb = cache_bytes(target, require_room_on_gpu(target, gpu, hosted)) / GIB
 
 
 def target_on_node(target: TargetConfig, hosted: Sequence[DrafterSpec]) -> TargetConfig:
@@ -103,23 +85,6 @@ def drafter_on_node(drafter: DrafterSpec, target: TargetConfig, device: str) -> 
         return drafter
     cache, _ = footprint(drafter, target, None if device == "cpu" else device_bytes())
     return replace(drafter, kv_cache_gb=cache / GIB)
-
-
-def _require_room_on_gpu(target: TargetConfig, total: float, hosted: float) -> float:
-    """`room_on_gpu`, checked against the configured cache."""
-    room, own = room_on_gpu(target, total, hosted), (target.kv_cache_gb or 0.0) * GIB
-    if room > own:
-        return room
-    cache = f" beside a cache of {gib(own)}" if own else ""
-    problem = (
-        f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes "
-        f"{gib(beside_the_cache(target) + hosted)} of each GPU{cache}, and a GPU has {gib(total)}."
-    )
-    if room > 0:
-        raise ConfigError("target.kv_cache_gb", problem, f"use {room / GIB:.3g} or less.")
-    smaller = "a smaller target.max_step_tokens, or target.backend=vllm with " if target.backend == "hf" else ""
-    more = ", or a smaller kv_cache_gb or max_batch of hosted drafters" if hosted else ""
-    raise ConfigError("target.gpus", problem, f"use {smaller}a larger target.tensor_parallel (and gpus){more}.")
 
 
 # ---- plans ----
@@ -159,7 +124,3 @@ def check_memory(config: Config, free: float, plan: Sequence[MemoryItem] | None 
 def _judged(config: Config) -> bool:
     """Whether the memory can be checked here, which excludes other machines and GPUs."""
     return not (config.target.gpus or config.trainer.gpus) and config.cluster.address == "local"
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.cluster.address import require_listener
-from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
+from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, placed_drafters, reads_head
 from specactor_ray.config.schema import Config, ModeName, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
@@ -18,7 +18,7 @@ from specactor_ray.models.checkpoint_files import known_number
 from specactor_ray.models.loading import load_model_config, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
-from specactor_ray.startup.memory import check_memory, placed_drafters, settle_caches
+from specactor_ray.startup.memory import check_memory, settle_caches
 from specactor_ray.startup.mode import settle_auto
 from specactor_ray.target.sizes import BLOCK_TOKENS, reject_cache_below_one_request
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_room, require_vllm, require_whole_heads

@@ -111,6 +111,23 @@ def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> floa
     return left / (1 + states_beside_the_cache(target, 1.0))
 
 
+def require_room_on_gpu(target: TargetConfig, total: float, hosted: float) -> float:
+    """`room_on_gpu`, checked against the configured cache."""
+    room, own = room_on_gpu(target, total, hosted), (target.kv_cache_gb or 0.0) * GIB
+    if room > own:
+        return room
+    cache = f" beside a cache of {gib(own)}" if own else ""
+    problem = (
+        f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes "
+        f"{gib(beside_the_cache(target) + hosted)} of each GPU{cache}, and a GPU has {gib(total)}."
+    )
+    if room > 0:
+        raise ConfigError("target.kv_cache_gb", problem, f"use {room / GIB:.3g} or less.")
+    smaller = "a smaller target.max_step_tokens, or target.backend=vllm with " if target.backend == "hf" else ""
+    more = ", or a smaller kv_cache_gb or max_batch of hosted drafters" if hosted else ""
+    raise ConfigError("target.gpus", problem, f"use {smaller}a larger target.tensor_parallel (and gpus){more}.")
+
+
 def usable_bytes(total: float) -> float:
     """Bytes of a GPU of `total` bytes for weights, caches and steps of a process that has it alone."""
     return _SHARE_OF_GPU * total - _GPU_FIXED
@@ -160,3 +177,7 @@ def _runner_of_vllm(target: TargetConfig, text: Any, itemsize: int) -> float:
 def in_blocks(length: int, rows: int) -> int:
     """Tokens of a cache for this many rows; one block stays empty in vLLM."""
     return (rows * -(-length // _BLOCK) + 1) * _BLOCK
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -28,8 +28,9 @@ from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
+from specactor_ray.startup.memory import PROCESS_BYTES, MemoryItem, check_memory, plan_rollout_memory
 from specactor_ray.startup.resolve import Resolved, resolve
+from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import PresentWork, StepRecorder
