@@ -73,14 +73,11 @@ class ActorHost:
     @collected_once()
     def build_engine(self, spec: ActorSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
-        from specactor_ray.draft.proposer import footprint
-        from specactor_ray.models.cache_size import device_bytes
+        from specactor_ray.startup.memory import target_on_node
         from specactor_ray.target.build import build_engine
 
-        target, hosted = spec.config.target, 0.0
-        if target.gpus and target.kv_cache_gb is None:
-            hosted = sum(footprint(spec.drafters[method], target, device_bytes()) for method in spec.inline)
-        return build_engine(target, "cuda" if target.gpus else "cpu", spec.window, hosted)
+        target = target_on_node(spec.config.target, [spec.drafters[method] for method in spec.inline])
+        return build_engine(target, "cuda" if target.gpus else "cpu", spec.window)
 
     def build_drafting(self, spec: ActorSpec, engine: TargetEngine) -> Drafting:
         """The drafts' side of a verifier."""
@@ -101,8 +98,9 @@ class ActorHost:
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""
         from specactor_ray.draft.proposer import build_proposer
+        from specactor_ray.startup.memory import drafter_on_node
 
-        return build_proposer(drafter, target, device)
+        return build_proposer(drafter_on_node(drafter, target, device), target, device)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         """All tensors of a version, as views of the object store's memory. FetchError if they do not arrive."""

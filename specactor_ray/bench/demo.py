@@ -29,6 +29,8 @@ from specactor_ray.core.signals import interruption, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import read_jsonl, read_prompts
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.mode import settle_auto
 from specactor_ray.trainer.rewards import RewardSample
 
 if TYPE_CHECKING:
@@ -124,10 +126,10 @@ def run_demo(demo: Demo) -> dict[str, Any]:
 def _run(demo: Demo) -> None:
     """Both halves, on one Ray cluster."""
     from specactor_ray.cluster.connection import connect
-    from specactor_ray.rollout.planning import resolve
 
     layout = ("cluster.address=local", f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
-    auto, lines = resolve(load_config(None, ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]))
+    items = ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]
+    auto, lines = settle_auto(load_config(None, items), Machine.here())
     for line in lines:
         demo.say(line)
     auto.cluster.num_cpus = 2 * demo.cores  # one of the two rollouts runs at a time

@@ -29,15 +29,15 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
-from specactor_ray.core.machine import hardware, versions
-from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
+from specactor_ray.core.machine import available_bytes, hardware, versions
+from specactor_ray.core.progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.cache_size import available_bytes
-from specactor_ray.rollout.memory import plan_rollout_memory
-from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.memory import plan_rollout_memory, settle_caches
+from specactor_ray.startup.resolve import resolve, start_notes
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -103,14 +103,14 @@ def run_bench(
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     notes = list[str]()
-    variants = _checked_variants(config, modes, batches, auto, notes)
+    variants, first_notes = _checked_variants(config, modes, batches, auto, notes)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
-    if not _fit_together(config, groups):
+    if not _fit_together(groups):
         notes.append("the variants run one after the other, not by turns: a slower minute counts for one of them alone")
         groups = [[one] for one in variants]
-    for note in (*start_notes(variants[0].config), *notes):
+    for note in (*first_notes, *notes):
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
@@ -138,24 +138,26 @@ def run_bench(
     return report
 
 
-@start_phase("checking the model")
 def _checked_variants(
     config: Config,
     modes: Sequence[BenchMode],
     batches: Sequence[int],
     auto: Config | None,
     notes: list[str],
-) -> Sequence[Variant]:
-    """The variants to measure, after all checks that are possible before Ray starts."""
-    refuse_early(config)
+) -> tuple[Sequence[Variant], list[str]]:
+    """The variants to measure, after all checks that are possible before Ray starts, and the notes on the first one."""
+    machine = Machine.here()
     variants = plan_variants(config, modes, batches, auto, notes)
-    check_target(config)  # imports transformers, which takes seconds
-    return variants
+    identity = resolve(config, machine).identity
+    for one in variants:
+        settle_caches(one.config, machine)
+    return variants, start_notes(variants[0].config, machine, identity)
 
 
-def _fit_together(config: Config, groups: Sequence[Sequence[Variant]]) -> bool:
+def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:
     """Whether this machine has the memory for all variants of a batch size at once: GPUs are not shared."""
-    if config.target.gpus or config.cluster.address != "local":
+    first = groups[0][0].config
+    if first.target.gpus or first.cluster.address != "local":
         return False
     needed = max(sum(item.num_bytes for one in group for item in plan_rollout_memory(one.config)) for group in groups)
     return needed <= _MEMORY_SHARE * available_bytes()

@@ -13,7 +13,8 @@ from specactor_ray.config.methods import acting_drafters, is_hosted
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.rollout.planning import devices_of, resolve
+from specactor_ray.startup.machine import Machine, devices_of
+from specactor_ray.startup.mode import settle_auto
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def auto_of(config: Config) -> Config:
     """The configuration that `rollout` runs in mode auto."""
     chosen = copy.deepcopy(config)
     chosen.mode = ModeName.auto
-    return resolve(chosen)[0]
+    return settle_auto(chosen, Machine.here())[0]
 
 
 def _with_cores_of(auto: Config, config: Config) -> Config:

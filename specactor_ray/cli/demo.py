@@ -38,7 +38,7 @@ def demo(
         raise InputError(f"--minutes: {minutes:g} is no time; use more than 0")
     if output is not None and output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another folder")
-    from specactor_ray.rollout.preflight import require_named_model
+    from specactor_ray.models.loading import require_named_model
 
     require_named_model("--model", model)
     require_folder(output or Path("runs"), "--output")

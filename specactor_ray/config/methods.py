@@ -199,6 +199,24 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     return specs
 
 
+class Placed(NamedTuple):
+    """A draft method of the configuration in its place."""
+
+    key: str
+    spec: DrafterSpec
+    hosted: bool
+    on_gpu: bool
+
+
+def placed_drafters(config: Config) -> list[Placed]:
+    """All methods in use, in the order of the configuration. Raises as `drafter_specs`."""
+    target, found = config.target, list[Placed]()
+    for number, spec in enumerate(drafter_specs(config).values()):
+        hosted = is_hosted(spec, config.mode)
+        found.append(Placed(f"drafters.{number}", spec, hosted, (target.gpus if hosted else spec.gpus) > 0))
+    return found
+
+
 def unused_branches(config: Config) -> str:
     """A warning if `speculation.branches` is set and no drafter branches, else empty. Raises as `drafter_specs`."""
     specs = drafter_specs(config).values()

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
-from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, RaceName
+from specactor_ray.config.schema import (
+    MAX_METHODS,
+    ClusterConfig,
+    Config,
+    DrafterConfig,
+    ModeName,
+    RaceName,
+    TargetConfig,
+)
 from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
@@ -70,8 +78,14 @@ INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN
 def validate(config: Config) -> None:
     """Check a configuration of the right types. ConfigError: the first problem found, with its key and the fix."""
     reject_values_not_allowed(config, "", left_out=_TRAINING_SECTIONS)
-    for problems in (_of_run_and_cluster, _of_target, _of_engine_arguments, _of_drafting):
-        _raise_first(problems(config))
+    target = config.target
+    for problems in (
+        _of_run_and_cluster(config.run.name, config.cluster),
+        _of_target(target),
+        _of_engine_arguments(target),
+        _of_drafting(config),
+    ):
+        _raise_first(problems)
     for index, drafter in enumerate(config.drafters):
         validate_drafter(drafter, f"drafters.{index}")
 
@@ -115,8 +129,7 @@ def _raise_first(problems: Iterator[Problem]) -> None:
         raise ConfigError(key, problem, fix)
 
 
-def _of_run_and_cluster(config: Config) -> Iterator[Problem]:
-    name, cluster = config.run.name, config.cluster
+def _of_run_and_cluster(name: str | None, cluster: ClusterConfig) -> Iterator[Problem]:
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         fix = "use letters, digits, `.`, `_` and `-`, at most 100, a letter first."
         yield "run.name", f"{clipped(name)} cannot name a folder and actors.", fix
@@ -143,8 +156,8 @@ def why_no_address(address: str) -> str:
     return f"{shown} is not the address of a Ray cluster; it must be {form}, `auto` or `local`."
 
 
-def _of_target(config: Config) -> Iterator[Problem]:
-    target, ranks, layers = config.target, config.target.tensor_parallel, config.target.hidden_layers
+def _of_target(target: TargetConfig) -> Iterator[Problem]:
+    ranks, layers = target.tensor_parallel, target.hidden_layers
     is_vllm = target.backend == "vllm"
     if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
         yield (
@@ -172,13 +185,13 @@ def _of_target(config: Config) -> Iterator[Problem]:
         yield "target.compiled", problem, "leave it out, or use target.backend=vllm."
 
 
-def _of_engine_arguments(config: Config) -> Iterator[Problem]:
-    given, backend = config.target.engine_arguments, config.target.backend
+def _of_engine_arguments(target: TargetConfig) -> Iterator[Problem]:
+    given, backend = target.engine_arguments, target.backend
     if given and backend != "vllm":
         problem = f"target.backend={backend} has no such arguments."
         yield "target.engine_arguments", problem, "leave it out, or use target.backend=vllm."
     named = str(given.get("attention_backend", INVARIANT_BACKENDS[0])).upper()
-    if config.target.batch_invariant and config.target.gpus and named not in INVARIANT_BACKENDS:
+    if target.batch_invariant and target.gpus and named not in INVARIANT_BACKENDS:
         problem = f"{clipped(named)} depends on the batch, and target.batch_invariant is set."
         fix = f"use one of {', '.join(INVARIANT_BACKENDS)}, or leave it out."
         yield "target.engine_arguments.attention_backend", problem, fix

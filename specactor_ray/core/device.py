@@ -1,4 +1,4 @@
-"""Copies from the host to a device."""
+"""Copies from the host to a device, and its memory."""
 
 from __future__ import annotations
 
@@ -38,3 +38,10 @@ def parts(packed: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
         dtype = array.dtype if isinstance(packed, np.ndarray) else getattr(torch, array.dtype.name)
         found.append(packed[begin:end].view(dtype)[: array.size].reshape(array.shape))
     return found
+
+
+def device_bytes() -> float:
+    """Memory of the first visible GPU."""
+    import torch
+
+    return float(torch.cuda.get_device_properties("cuda").total_memory)

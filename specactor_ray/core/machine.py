@@ -52,12 +52,12 @@ def memory_limit() -> tuple[float, float]:
         return float("inf"), 0.0
 
 
-def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
-    """Data type for `auto`; any other is returned unchanged. `vllm` computes in float32 on CPUs: bits in bfloat16 are
-    proved to be independent of the batch only for `hf`."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if on_gpu or (backend == "hf" and "avx512_bf16" in hardware()["vector"]) else "float32"
+def available_bytes() -> float:
+    """Available memory of this machine, within the limit of its container."""
+    import psutil
+
+    limit, used = memory_limit()
+    return min(float(psutil.virtual_memory().available), limit - used)
 
 
 class _NvmlMemory(ctypes.Structure):

@@ -52,7 +52,7 @@ class DrafterRecipe:
     max_batch: int = at_least(1, default=64)
     """Most rollouts at once."""
     kv_cache_gb: float = positive(1.0)
-    """Memory of the target's cache, in 2**30 bytes."""
+    """Memory of the target's cache, and of the drafter's in the measurement, in 2**30 bytes."""
     trust_remote_code: bool = False
 
     def rollout_facts(self) -> dict[str, Any]:

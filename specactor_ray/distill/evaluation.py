@@ -184,7 +184,8 @@ def replay(
 def measure(drafter: DrafterConfig, width: int, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
     """Replay every held-out part; the head reads the first `width` values of each recorded state."""
     rows, recipe, window = [], corpus.recipe, corpus.recipe.window
-    section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
+    settled = replace(drafter, dtype="float32", kv_cache_gb=recipe.kv_cache_gb, max_batch=_REPLAY_BATCH)
+    section = drafter_spec("drafter", settled, window, _REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         proposer = build_proposer(section, target_config(recipe), recipe.device)

@@ -20,11 +20,11 @@ from specactor_ray.draft.burst import LONGEST, Bursts, Runner
 from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
 from specactor_ray.draft.proposer import STEP_TOKENS
 from specactor_ray.draft.rows import BatchProposer
-from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.captured import CudaCapturer, capturer_for
 from specactor_ray.models.layers import sleep, wake
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.shapes import GIB
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import warm_up
 from specactor_ray.sampling.rules import Rules
@@ -264,9 +264,7 @@ class DraftModelProposer(ModelProposer):
         model = load_model(
             config.model, dtype=config.dtype, device=device, trust_remote_code=trust, max_model_len=longest
         )
-        total = None if device == "cpu" else device_bytes(device)
-        cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
-        return cls(RaggedModel(model, cache), config.max_batch, config.branches)
+        return cls(RaggedModel(model, int(config.kv_cache_gb * GIB)), config.max_batch, config.branches)
 
     def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
         super()._advance(rows, same)

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
+from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
+from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, count_parameters, token_bytes
+from specactor_ray.target.sizes import UNKNOWN_CONTEXT, captured_bytes, in_blocks
 from specactor_ray.transport.messages import FinishedOutput
 
 if TYPE_CHECKING:
@@ -126,13 +129,16 @@ class Proposer(abc.ABC):
 
 
 def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
+    """Build the proposer of a settled record for this target on `device` (`cpu` or `cuda`).
 
     Raises:
-        ConfigError: There is no such method, or a user's own class cannot be made.
+        ConfigError: There is no such method, a user's own class cannot be made, or a value is still `auto`.
         ModelLoadError: Its model cannot be loaded or served.
     """
     key, method = "drafters.N.method", clipped_text(config.method)
+    for name in ("dtype", "kv_cache_gb") if config.model else ():
+        if getattr(config, name) in (AUTO, None):
+            raise ConfigError(f"drafters.N.{name}", "is still auto.", "set it, or settle it by `resolve`.")
     proposer_class: type[Proposer] = class_of(config.method, key)
     try:
         proposer = proposer_class.from_config(config, target, device)
@@ -150,14 +156,12 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
     return proposer
 
 
-def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -> float:
-    """Bytes of weights, cache and captured steps of one drafter with a resolved data type; 0 without a model.
-    `total`: bytes of its GPU; None on the CPU."""
-    from specactor_ray.models.cache_size import captured_bytes, count_parameters, drafter_cache_bytes
-    from specactor_ray.models.loading import parse_dtype
-
+def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -> tuple[float, float]:
+    """Bytes of one drafter, 0 without a model: its cache, and weights, cache and captured steps together. The default
+    cache holds `max_batch` requests of full length, at most a tenth of its GPU of `total` bytes (None: 0.5 GiB, on the
+    CPU)."""
     if not drafter.model:
-        return 0.0
+        return 0.0, 0.0
     if reads_head(drafter.method):
         from specactor_ray.draft.eagle.checkpoint import empty_head
 
@@ -165,9 +169,12 @@ def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -
         size, text = sum(parameter.numel() for parameter in head.parameters()), head.config.text
     else:
         size, text = count_parameters(drafter.model, drafter.trust_remote_code)
-    itemsize = parse_dtype(drafter.dtype, total is not None).itemsize
-    held = float(size * itemsize + drafter_cache_bytes(drafter, text, itemsize, total))
+    itemsize, row = ITEM_BYTES[drafter.dtype], ROW_BYTES if total is None else 1
+    needed = in_blocks(context_of(text) or UNKNOWN_CONTEXT, drafter.max_batch) * token_bytes(text, itemsize, row=row)
+    cache = float(min(needed, GIB / 2 if total is None else total / 10))
+    if drafter.kv_cache_gb is not None:
+        cache = drafter.kv_cache_gb * GIB
     if total is None:
-        return held
+        return cache, size * itemsize + cache
     rows = min(drafter.max_batch * (1 + drafter.branches), STEP_TOKENS)
-    return held + captured_bytes(text, itemsize, rows, STEP_TOKENS, rows)
+    return cache, size * itemsize + cache + captured_bytes(text, itemsize, rows, STEP_TOKENS, rows)

@@ -45,6 +45,14 @@ def _require_whole(file: Path) -> None:
         raise ModelLoadError(f"{file} is damaged: it has {found}. {_COPY_AGAIN}")
 
 
+def known_number(folder: Path | None, name: str) -> int | None:
+    """A whole number of the text model by the `config.json` in a directory, if there is one and it has it."""
+    facts = {} if folder is None else read_config(folder)
+    nested = facts.get("text_config")
+    value = (nested if isinstance(nested, dict) else facts).get(name)
+    return value if isinstance(value, int) else None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Contents of `config.json` in a directory."""
     file = path / "config.json"

@@ -17,7 +17,7 @@ import torch
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import padded
-from specactor_ray.models.cache_size import ROW_BYTES
+from specactor_ray.models.shapes import ROW_BYTES
 from specactor_ray.models.threads import KINDS, run, workspace
 
 _WORK_PER_THREAD = 200_000

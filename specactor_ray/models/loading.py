@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import ModelLoadError, first_of
-from specactor_ray.core.machine import fitting_dtype
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
-from specactor_ray.models.checkpoint_files import read_config, require_tokenizer, weight_files
+from specactor_ray.models.checkpoint_files import (
+    describes_head,
+    read_config,
+    require_head,
+    require_tokenizer,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +54,19 @@ def require_model(name: str) -> Path | None:
     if not hub_reachable():
         raise ModelLoadError(_unreachable(name))
     return None
+
+
+def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:
+    """Folder of the `config.json` of a model that a key or option names, if it is on this machine. A ModelLoadError if
+    it cannot be found, or is a head, or the head is a model."""
+    try:
+        folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
+        if folder is not None and not is_head and describes_head(folder):
+            fix = "name the directory of a model; for a head of a drafter, use method: eagle."
+            raise ModelLoadError(f"{name!r} holds an EAGLE head, which is no model. Fix: {fix}")
+        return folder
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{key}: {error}") from None
 
 
 def _folder_of(source: Path | str, revision: str | None) -> Path | None:
@@ -100,7 +118,7 @@ def load_model(
     """A decoder-only model, ready for inference: evaluation mode, no gradients.
 
     Args:
-        dtype: `float32`, `bfloat16`, `float16` or `auto`.
+        dtype: `float32`, `bfloat16` or `float16`.
         trust_remote_code: Run model code of the checkpoint.
         max_model_len: Most tokens of a sequence, by which some models choose their positions (`models/rotary.py`);
             None: the model's whole context.
@@ -111,7 +129,7 @@ def load_model(
         from specactor_ray.models.rotary import fix_positions
 
         auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
-        kind = parse_dtype(dtype, device != "cpu")
+        kind = parse_dtype(dtype)
         options = {**access, "dtype": kind, "ignore_mismatched_sizes": True}  # refused below, with its name
         model, info = auto.from_pretrained(source, **options, output_loading_info=True)
     _require_own_weights(name, model, info)
@@ -226,11 +244,10 @@ def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig)
     return ()
 
 
-def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
-    """`torch.float32` for `float32` and so on; `auto` by the device."""
+def parse_dtype(name: str) -> torch.dtype:
+    """`torch.float32` for `float32` and so on; `auto` must be settled before."""
     import torch
 
-    name = fitting_dtype(name, on_gpu)
     if name not in DTYPE_NAMES:
         raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
     return getattr(torch, name)

@@ -17,7 +17,7 @@ import torch
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import enlarged, padded, places
 from specactor_ray.models import _paged_cache_numba as kernels
-from specactor_ray.models.cache_size import ROW_BYTES
+from specactor_ray.models.shapes import ROW_BYTES
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
 """Tokens per page."""

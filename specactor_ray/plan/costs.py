@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.core.step_cost import range_number
@@ -148,6 +148,22 @@ def _ladder(standings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _mean(weights: list[float], values: list[float]) -> float:
     return float(np.average(values, weights=weights))
+
+
+def usable_costs(profile: str | None, target: TargetConfig) -> Costs:
+    """The costs in the file `profile`. Raises ConfigError as `load_costs`; or they are those of another target, or lack
+    acceptance."""
+    if profile is None:
+        raise ConfigError("profile", "is not set.", "name the summary of a run: profile=runs/NAME/summary.json")
+    costs = load_costs(profile)
+    for name, there in costs.target.items():
+        if there != (here := getattr(target, name)):
+            problem = f"{profile} was measured with target.{name}={there}, and here it is {here}."
+            raise ConfigError("profile", problem, "name the summary of a run of this target, or leave it out.")
+    if not costs.acceptance:
+        problem = f"{profile} has no draft ladder: its run verified no drafts, or was too short."
+        raise ConfigError("profile", problem, "name the summary of a longer run with mode=coupled or decoupled.")
+    return costs
 
 
 def load_costs(path: str | Path, key: str = "profile") -> Costs:

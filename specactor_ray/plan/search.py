@@ -26,9 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import StepTimes
+from specactor_ray.plan.costs import Costs, StepTimes
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -106,6 +107,10 @@ class Plan:
     def chosen(self) -> Candidate:
         return self.predictions[0]
 
+    def lines(self) -> list[str]:
+        """The notes, and the choice."""
+        return [*self.notes, f"plan: {self.words()}"]
+
     def words(self) -> str:
         """The choice in one line, with the speed of the best of every mode."""
         chosen, best = self.chosen, dict[str, float]()
@@ -116,6 +121,30 @@ class Plan:
         )
         speeds = ", ".join(f"{mode} {speed:.1f}" for mode, speed in best.items())
         return f"{layout}, window {chosen.window}, batch {chosen.batch}; predicted tokens/s: {speeds}"
+
+
+def usable_methods(
+    costs: Costs, specs: Mapping[str, DrafterSpec], on_gpus: bool
+) -> tuple[dict[str, Method], list[str]]:
+    """Configured methods that were measured, and the others with the reason. `on_gpus`: devices are GPUs."""
+    usable: dict[str, Method] = {}
+    unusable: list[str] = []
+    for method, spec in specs.items():
+        found, is_lookup = costs.drafters.get(method), spec.traits.looks_up
+        if found is None or method not in costs.acceptance:
+            reason = "that run did not try it"
+        elif found.model != spec.model:
+            reason = f"that run tried it with model {found.model}"
+        elif not (found.seconds or is_lookup):
+            reason = "that run has no time of its drafts"
+        else:
+            seconds = dict.fromkeys((1, *costs.verify), StepTimes()) if is_lookup else found.seconds
+            survival = geometric(np.array([costs.acceptance[method]]), spec.window)[0]
+            supply = costs.supply if is_lookup else 1.0  # a model has a guess at any time
+            usable[method] = Method(seconds, survival, is_lookup and on_gpus, supply, spec.branches)
+            continue
+        unusable.append(f"{method} is left out: {reason}")
+    return usable, unusable
 
 
 def search_plan(

@@ -16,26 +16,28 @@ from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.methods import unused_branches
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.core.jit import is_cold
 from specactor_ray.core.metrics import Row as MetricRow
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import locate_model
+from specactor_ray.models.loading import load_tokenizer, locate_model
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.operations import actors_status, ask, call_all
-from specactor_ray.rollout.preflight import context_tokens, load_target_config, prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, Row, encode_prompts, split_row
 from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
@@ -60,13 +62,14 @@ class Rollout:
         ConfigError, ModelLoadError, ClusterError: The configuration cannot be served; nothing is left running.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config | Resolved) -> None:
         log_by_default()
         begin = SYSTEM.now()
         self.progress = (0, 0)
         """Number of ended trajectories of the newest stream, and its total."""
-        config, self._tokenizer = prepare(config)
-        self.config = config
+        self.resolved = config if isinstance(config, Resolved) else _resolved(config)
+        self.config = config = self.resolved.config
+        self._tokenizer = _tokenizer_of(config.target)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
         self._held = contextlib.ExitStack()
@@ -82,7 +85,7 @@ class Rollout:
                 """Takes single requests, at any time and from any thread."""
                 self._held.callback(self.queue.close)
                 self.queue.tokenizer = self._tokenizer
-                self.queue.context = context_tokens(config, load_target_config(config).get_text_config())
+                self.queue.context = self.resolved.context
             self._ends = SYSTEM.event()
             self._held.callback(self._ends.set)
             self._exporting = SYSTEM.spawn(self._export_metrics, "metrics")
@@ -336,6 +339,22 @@ class Rollout:
     def _export_metrics(self) -> None:
         while not self._ends.wait(INTERVAL_S):
             self._calls.transport.export(lambda: self.metric_rows(verifiers=False), self.run_name)
+
+
+def _resolved(config: Config) -> Resolved:
+    resolved = resolve(config, Machine.here(), sampled=False)
+    for line in resolved.choices:
+        logger.info("%s", line)
+    return resolved
+
+
+def _tokenizer_of(target: TargetConfig) -> Any:
+    """The target's tokenizer; None if the model directory has none: prompts must be token ids then."""
+    try:
+        return load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+    except ModelLoadError as error:
+        logger.warning("%s Prompts must be lists of token ids.", error)
+        return None
 
 
 def samples_of(

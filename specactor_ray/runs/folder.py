@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.load import save_config
+from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError, SpecActorError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 
@@ -82,7 +83,7 @@ class RunLease:
             self._lock.release()
 
 
-def lease_unfinished(config: Config, file: str, continues: Callable[[Path], bool]) -> tuple[Path, RunLease] | None:
+def lease_unfinished(run: RunConfig, file: str, continues: Callable[[Path], bool]) -> tuple[Path, RunLease] | None:
     """The run to continue, and its lease: that of `run.name`, else the latest in `run.dir` that no process uses. Runs
     that end, are removed, or belong to other users meanwhile are left out.
 
@@ -93,9 +94,9 @@ def lease_unfinished(config: Config, file: str, continues: Callable[[Path], bool
     Raises:
         InputError: The folder of the named run cannot be written to, or another process uses it (RunInUseError).
     """
-    base = Path(config.run.dir).expanduser()
-    if config.run.name is not None:
-        folder = base / config.run.name
+    base = Path(run.dir).expanduser()
+    if run.name is not None:
+        folder = base / run.name
         with run_dir_errors(folder):
             return (folder, RunLease(folder)) if continues(folder) else None
     for path in _newest_first(base, file):

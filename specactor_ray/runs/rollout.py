@@ -18,7 +18,7 @@ from rich.console import Console
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.rules import unused_by_rollouts
-from specactor_ray.config.schema import ModeName
+from specactor_ray.config.schema import DataConfig, ModeName, TargetConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.core.files import write_json
@@ -26,17 +26,9 @@ from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
-from specactor_ray.models.checkpoint_files import require_tokenizer
-from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.models.checkpoint_files import known_number, require_tokenizer
+from specactor_ray.models.loading import load_tokenizer, require_named_model
 from specactor_ray.plan.costs import measured_costs
-from specactor_ray.rollout.preflight import (
-    identity_of,
-    known_vocabulary,
-    max_prompt_tokens,
-    refuse_early,
-    require_named_model,
-    start_notes,
-)
 from specactor_ray.rollout.prompts import (
     Encoded,
     Prompt,
@@ -57,6 +49,8 @@ from specactor_ray.runs.folder import (
 )
 from specactor_ray.runs.scores import RowScorer, Scores
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -112,15 +106,16 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
-    rows = read_rows(config.data.path, config.data.limit, known_vocabulary(config))
+    model = require_named_model("target.model", config.target.model)
+    rows = read_rows(config.data.path, config.data.limit, known_number(model, "vocab_size"))
     unused, prompts = unused_by_rollouts(config, scorer is not None), [split_row(row)[0] for row in rows]
-    require_named_model("target.model", config.target.model)
-    _tokenizer_for(config, prompts, require_tokenizer)
+    _tokenizer_for(config.target, prompts, require_tokenizer)
     with sigterm_interrupts(), contextlib.ExitStack() as held:
         found = lease_interrupted(config) if config.resume == "auto" else None
         if found is not None:
             held.callback(found[1].release)
-        config, lines = refuse_early(config)
+        resolved = resolve(config, Machine.here())
+        config, lines = resolved.config, resolved.choices
         if scorer is not None:
             scorer.check(rows)
         folder, lease = found or lease_new(config)
@@ -129,13 +124,13 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
             writer = TrajectoryWriter(folder)
             there = read_finished(writer, rows, config) if found else []
             if config.resume == "auto" and found is None:
-                lines = [*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins"]
+                lines = (*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins")
             save_run_config(config, folder)
-            with start_phase(f"run {config.run.name}: checking model and prompts"):
-                encoded, bare = _encode(config, prompts)
-            for line in (*unused, *lines, *bare, *_cut_outputs(config, encoded)):
+            with start_phase(f"run {config.run.name}: checking prompts"):
+                encoded, bare = _encode(config.target, config.data, prompts, resolved.context)
+            for line in (*unused, *lines, *bare, *_cut_outputs(resolved, encoded)):
                 say(console, line)
-            return _run(config, rows, encoded, folder, writer, there, console, scorer)
+            return _run(resolved, rows, encoded, folder, writer, there, console, scorer)
         except BaseException as error:
             if found is None and not (folder / SUMMARY_FILE).exists():
                 lease.release()
@@ -145,12 +140,12 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
             raise
 
 
-def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
+def _tokenizer_for(target: TargetConfig, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
     """Result of `find` for the target; None if it fails and no prompt needs a tokenizer. ModelLoadError: `find` fails,
     and a prompt is text or messages."""
     text = next((number for number, prompt in enumerate(prompts, start=1) if not is_token_ids(prompt)), None)
     try:
-        return find(config.target.model)
+        return find(target.model)
     except ModelLoadError as error:
         if text is None:
             return None
@@ -158,35 +153,36 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
         raise ModelLoadError(f"target.model: {error} {fix}") from None
 
 
-def _encode(config: Config, prompts: Sequence[Prompt]) -> tuple[list[Encoded], list[str]]:
+def _encode(
+    target: TargetConfig, data: DataConfig, prompts: Sequence[Prompt], context: int
+) -> tuple[list[Encoded], list[str]]:
     """The prompts as token ids, and a line if texts are sent without a chat template. Those that cannot be encoded fail
     alone, at their turn. InputError: none can."""
-    load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
-    tokenizer, most = _tokenizer_for(config, prompts, load), max_prompt_tokens(config) + config.sampling.max_tokens
-    encoded = encode_prompts(tokenizer, prompts, config.data.chat, most=most, **text_options(config.data))
+    tokenizer = _tokenizer_for(
+        target, prompts, functools.partial(load_tokenizer, trust_remote_code=target.trust_remote_code)
+    )
+    encoded = encode_prompts(tokenizer, prompts, data.chat, most=context, **text_options(data))
     if all(reason for _, reason in encoded):
         raise InputError(f"data.path: none of the {len(prompts)} prompts can run; the first one: {encoded[0][1]}")
-    if config.data.chat and tokenizer and not tokenizer.chat_template and any(isinstance(one, str) for one in prompts):
-        return encoded, [
-            f"{config.target.model} has no chat template, so prompts are sent as they are (data.chat=false)"
-        ]
+    if data.chat and tokenizer and not tokenizer.chat_template and any(isinstance(one, str) for one in prompts):
+        return encoded, [f"{target.model} has no chat template, so prompts are sent as they are (data.chat=false)"]
     return encoded, []
 
 
-def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
-    """A line if some prompts leave less than `sampling.max_tokens` of the context. ConfigError: all prompts do."""
-    most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
-    cut = sum(limit < len(token_ids) < limit + most for token_ids, _ in encoded)
+def _cut_outputs(resolved: Resolved, encoded: Sequence[Encoded]) -> list[str]:
+    """A line if some prompts leave less than `sampling.max_tokens` of the context."""
+    most, limit = resolved.config.sampling.max_tokens, resolved.max_prompt_tokens
+    cut = sum(limit < len(token_ids) < resolved.context for token_ids, _ in encoded)
     if not cut:
         return []
     return [
         f"warning: {cut} of {len(encoded)} prompts have more than {limit} tokens and so leave less than "
-        f"sampling.max_tokens={most} of the context of {limit + most} (target.max_model_len): their outputs are cut"
+        f"sampling.max_tokens={most} of the context of {resolved.context} (target.max_model_len): their outputs are cut"
     ]
 
 
 def _run(
-    config: Config,
+    resolved: Resolved,
     rows: list[Prompt | Row],
     encoded: list[Encoded],
     folder: Path,
@@ -199,16 +195,16 @@ def _run(
     with start_phase("loading torch and Ray"), signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
-    begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    config, begin, started = resolved.config, time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: mode {config.mode.value}; results go to {folder}")
     tally = Tally(len(rows) * config.data.n, None if scorer is None else Scores(config.reward.pass_threshold))
     if there:
         say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
-    for note in start_notes(config):
+    for note in resolved.notes:
         say(console, note)
     for row in there:
         tally.add(row)
-    with Rollout(config) as rollout:
+    with Rollout(resolved) as rollout:
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")
@@ -305,7 +301,7 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "drafts": drafts_in_words(rollout.config, metrics),
         "config": yaml.safe_load(to_yaml(rollout.config)),
         "fallbacks": rollout.fallbacks(),
-        "identity": identity_of(rollout.config).to_dict(),
+        "identity": rollout.resolved.identity.to_dict(),
         "costs": measured_costs(rollout.config, actors),
         "drafters": drafter_health(actors),
         "actors": actors,

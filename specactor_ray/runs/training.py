@@ -14,7 +14,7 @@ from typing import Any
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
-from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import open_regular, parse_json, read_foreign, remove_if_empty, write_text
@@ -81,12 +81,21 @@ class TrainingRun:
             lease.release()
 
 
-def open_run(config: Config, tasks: int | None = None, keep_dtype: bool = False) -> TrainingRun:
+def keep_dtype(config: Config) -> None:
+    """In place of `target.dtype: auto` set the data type of the run that `resume` continues, and the name of that run.
+    Raises as `open_run`."""
+    if config.target.dtype != AUTO or config.resume != "auto":
+        return
+    if (found := _lease_unfinished(config.run)) is not None:
+        folder, lease = found
+        lease.release()
+        if (folder / CONFIG_FILE).exists():
+            config.run.name, config.target.dtype = folder.name, saved_config(folder).target.dtype
+
+
+def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
     """Create the run's folder, or find the one to continue in, by `resume`. Sets `run.name`. No other process can open
     the run until it is closed, or its process ends.
-
-    Args:
-        keep_dtype: `target.dtype` was `auto`: a continued run keeps its own data type, which is set here.
 
     Raises:
         ConfigError: The checkpoint is of another model, or its settings do not fit.
@@ -95,13 +104,11 @@ def open_run(config: Config, tasks: int | None = None, keep_dtype: bool = False)
     """
     now, section = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks)), config.checkpoint
     with run_dir_errors(Path(config.run.dir)), contextlib.ExitStack() as undo:
-        found = lease_unfinished(config, METRICS_FILE, _continues(config)) if config.resume == "auto" else None
+        found = _lease_unfinished(config.run) if config.resume == "auto" else None
         folder, lease = found or lease_new(config)
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
         config.run.name, leases = folder.name, [lease]
-        if found and keep_dtype and (folder / CONFIG_FILE).exists():
-            config.target.dtype = saved_config(folder).target.dtype
         where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
         if section.dir:
             leases.append(RunLease(where, "checkpoint.dir"))
@@ -112,11 +119,11 @@ def open_run(config: Config, tasks: int | None = None, keep_dtype: bool = False)
     return TrainingRun(folder, store, state, checkpoint, tuple(leases))
 
 
-def _continues(config: Config) -> Any:
-    """Criterion of `lease_unfinished`: a named run continues after its end, too."""
-    if config.run.name is not None:
-        return lambda folder: folder.is_dir() and any(folder.iterdir())
-    return lambda folder: status_of(folder) != "complete"
+def _lease_unfinished(run: RunConfig) -> tuple[Path, RunLease] | None:
+    """The run to continue, and its lease; a named run continues after its end, too."""
+    if run.name is None:
+        return lease_unfinished(run, METRICS_FILE, lambda folder: status_of(folder) != "complete")
+    return lease_unfinished(run, METRICS_FILE, lambda folder: folder.is_dir() and any(folder.iterdir()))
 
 
 def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:

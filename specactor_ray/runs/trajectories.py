@@ -93,7 +93,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         RunInUseError: The named run is in use.
     """
     begun = (PARTIAL_FILE, CONFIG_FILE)
-    found = lease_unfinished(config, PARTIAL_FILE, lambda folder: all((folder / name).exists() for name in begun))
+    found = lease_unfinished(config.run, PARTIAL_FILE, lambda folder: all((folder / name).exists() for name in begun))
     if found is None:
         return None
     folder, lease = found

@@ -30,10 +30,11 @@ from specactor_ray.core.signals import (
     sigterm_interrupts,
 )
 from specactor_ray.models.checkpoint_files import require_tokenizer
-from specactor_ray.rollout.preflight import refuse_early, start_notes
 from specactor_ray.serve.app import is_loopback, make_app
 from specactor_ray.serve.connections import KEEP_ALIVE_S, MOST_HEAD_BYTES, http_protocol
 from specactor_ray.serve.service import Service
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import resolve
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -122,16 +123,17 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         raise InputError("--model-name is empty; leave it out, or name the model")
     token = read_key(host)
     with listening_socket(host, port) as listener, sigterm_interrupts():
-        config, lines = refuse_early(config)
-        require_tokenizer(config.target.model)
-        for line in (*lines, *start_notes(config)):
+        name = config.target.model
+        require_tokenizer(name)
+        resolved = resolve(config, Machine.here())
+        for line in (*resolved.choices, *resolved.notes):
             say(console, line)
         try:
             with start_phase("loading torch and Ray"), signals_deferred():
                 from specactor_ray.rollout.rollout import Rollout  # takes seconds
-            rollout = Rollout(config)
+            rollout = Rollout(resolved)
             try:
-                _serve(rollout, listener, token, config.target.model if model is None else model, console)
+                _serve(rollout, listener, token, name if model is None else model, console)
             finally:
                 with start_phase("ending the run", interval_s=2.0):
                     rollout.close()

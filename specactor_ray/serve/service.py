@@ -18,7 +18,6 @@ from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.metrics import METRICS
 from specactor_ray.rollout.control import Control
 from specactor_ray.rollout.handle import Handle
-from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
@@ -114,8 +113,7 @@ class Service:
         self.vocabulary = Vocabulary(self.tokenizer)
         """Names and bytes of token ids."""
         self.limits = limits or Limits()
-        text = load_target_config(rollout.config).get_text_config()
-        self.context, self.num_ids = context_tokens(rollout.config, text), text.vocab_size
+        self.context, self.num_ids = rollout.resolved.context, rollout.resolved.vocabulary
         """Most tokens of prompt and output together, and number of token ids."""
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.planning import devices_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
@@ -17,6 +16,7 @@ from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_lengths, num_requests
 from specactor_ray.simulation.world import build_world
+from specactor_ray.startup.machine import devices_of
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""

@@ -18,7 +18,8 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
-from specactor_ray.rollout.planning import Devices, devices_of, resolve_mode
+from specactor_ray.startup.machine import Devices, Machine, devices_of
+from specactor_ray.startup.mode import settle
 
 _SECOND, _THIRD, _FOURTH, _FIFTH = RIGHT_BEHIND_WRONG
 
@@ -192,7 +193,7 @@ def _check(scenario: ScenarioConfig) -> None:
     try:
         validate(scenario.config)
         there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
-        scenario.config, _ = resolve_mode(scenario.config, there)
+        scenario.config, _ = settle(scenario.config, Machine(*there), there)
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
     _check_skills(scenario)

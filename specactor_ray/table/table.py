@@ -43,8 +43,9 @@ class RequestTable:
     - int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a tail was verified, and was
       right, until `StepMetrics` takes them.
 
-    `changes` counts openings, commits, assignments and closings. `eos_token_ids` end outputs of requests that do not ignore them; `device`: of the sampling `rules`
-    (by row, with positions in the sequence); for `window` and `branches` see `fit_tails`.
+    `changes` counts openings, commits, assignments and closings. `eos_token_ids` end outputs of requests that do not
+    ignore them; `device`: of the sampling `rules` (by row, with positions in the sequence); for `window` and `branches`
+    see `fit_tails`.
     """
 
     def __init__(

@@ -21,6 +21,9 @@ from specactor_ray.transport.messages import States
 if TYPE_CHECKING:
     from specactor_ray.table.table import RequestTable
 
+STATES_UNDER_WAY = 4096
+"""Most positions with hidden states that are under way to a drafter, or wait in a hosted one."""
+
 
 class Drafts(NamedTuple):
     """Draft tokens of `n` rows for their output positions from the committed length on."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.machine import fitting_dtype
+from specactor_ray.config.schema import AUTO, TargetConfig
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.target.base import TargetEngine
 
 
-def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
-    """Load the configured target. ModelLoadError: its model cannot be loaded or served. ConfigError: of `require_vllm`.
+def build_engine(config: TargetConfig, device: str, max_drafts: int) -> TargetEngine:
+    """Load the target of a settled section. ModelLoadError: its model cannot be loaded or served. ConfigError: of
+    `require_vllm`, or a value is still `auto`.
 
     `device`: `cpu` or `cuda`; vLLM uses the device of its build. `max_drafts`: most draft tokens of a request in one
-    step, 0 if none are ever verified. `hosted`: bytes of the GPU for drafters beside the engine.
+    step, 0 if none are ever verified.
     """
-    from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
-
-    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))
-    if config.kv_cache_gb is None:
-        config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
+    for name in ("dtype", "kv_cache_gb"):
+        if getattr(config, name) in (AUTO, None):
+            raise ConfigError(f"target.{name}", "is still auto.", "set it, or settle it by `resolve`.")
     if config.backend == "vllm":
         from specactor_ray.target.vllm import VllmEngine
         from specactor_ray.target.vllm_cpu import use_interpreter

@@ -7,10 +7,11 @@ from typing import Any
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError, WeightsError
+from specactor_ray.core.machine import available_bytes
 from specactor_ray.core.types import Probe
-from specactor_ray.models.cache_size import GIB, available_bytes, context_of, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_model, load_model_config, wrong_value_errors
 from specactor_ray.models.probe import LONGEST_WINDOW, probe_model, windows_of
+from specactor_ray.models.shapes import GIB, ITEM_BYTES, context_of, count_parameters
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.proof import prove
 
@@ -59,7 +60,7 @@ class LoadProof:
             return f"its weights are quantized ({_kind_of(packed)})"
         if changing := sorted(set(_CHANGING) & config.engine_arguments.keys()):
             return f"target.engine_arguments.{changing[0]} changes what vLLM computes"
-        needed = count_parameters(config.model, config.trust_remote_code)[0] * itemsize_of(config)
+        needed = count_parameters(config.model, config.trust_remote_code)[0] * ITEM_BYTES[config.dtype]
         room = _SHARE_OF_MEMORY * available_bytes() / config.replicas
         if needed > room:
             return (

@@ -74,13 +74,26 @@ def require_room(target: TargetConfig, window: int) -> None:
         raise ConfigError("target.max_model_len", problem, fix)
 
 
+def require_whole_heads(target: TargetConfig, text: Any) -> None:
+    """Check that heads divide among ranks: vLLM gives every rank whole heads; key/value heads may be copied instead."""
+    from specactor_ray.models.shapes import key_value_heads
+
+    ranks, heads, shared = target.tensor_parallel, int(text.num_attention_heads), key_value_heads(text)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+    if ranks not in fits:
+        problem = f"{ranks} ranks cannot share {heads} attention heads and {shared} key/value heads evenly."
+        raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
+
+
 def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
     draft tokens of a request in one step, 0 without speculation. Raises as `require_room`."""
     import torch
 
-    from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
+    from specactor_ray.core.device import device_bytes
     from specactor_ray.models.loading import locate_model
+    from specactor_ray.models.shapes import GIB
+    from specactor_ray.target.sizes import beside_the_cache
 
     require_room(config, max_drafts)
     source, revision = locate_model(config.model)
@@ -127,9 +140,9 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
 def _context_by_positions(config: TargetConfig) -> int | None:
     """The model's whole context if its positions depend on a length, as in `fix_positions`: vLLM's default is the
     original length for `longrope` (short factors), and beyond its angles for `dynamic`. None: vLLM chooses."""
-    from specactor_ray.models.cache_size import context_of
     from specactor_ray.models.loading import load_model_config
     from specactor_ray.models.rotary import depends_on_length
+    from specactor_ray.models.shapes import context_of
 
     model = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     return context_of(model.get_text_config()) if depends_on_length(model) else None

@@ -16,11 +16,10 @@ import yaml
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.errors import InputError, clipped_text, counted_by_kind
 from specactor_ray.core.files import append_json, write_json
-from specactor_ray.core.machine import fitting_dtype, hardware, versions
+from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.plan.costs import measured_costs
-from specactor_ray.rollout.preflight import identity_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import best_of, find_damage
 from specactor_ray.runs.folder import RunOutcome
@@ -116,8 +115,7 @@ class StepRecorder:
         self._step = run.state.step
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
-        target = config.target
-        self._gap = GapRule(fitting_dtype(target.dtype, target.gpus > 0, target.backend), self._recorded())
+        self._gap = GapRule(config.target.dtype, self._recorded())
         self._counted = self._counters()
         """Counters of the rollout at the beginning of the step, which is the end of the step before."""
 
@@ -187,7 +185,7 @@ class StepRecorder:
             "totals": totals_of(records, self._seconds),
             "results": {**results_of(records), "best_checkpoint": self._best_checkpoint()},
             "fallbacks": self._rollout.fallbacks(),
-            "identity": identity_of(self._config).to_dict(),
+            "identity": self._rollout.resolved.identity.to_dict(),
             "costs": measured_costs(self._config, actors),
             "drafters": drafter_health(actors),
             "config": yaml.safe_load(to_yaml(self._config)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,22 @@ from specactor_ray.config import Config
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
-from specactor_ray.config.training_schema import RewardFunctionConfig
+from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerConfig
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
-from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
-from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.models.shapes import ITEM_BYTES, count_parameters
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text_options
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
-from specactor_ray.runs.training import TrainingRun, open_run
+from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.memory import PROCESS_BYTES, MemoryItem, check_memory, plan_rollout_memory
+from specactor_ray.startup.resolve import Resolved, resolve
+from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import PresentWork, StepRecorder
@@ -51,23 +53,24 @@ def train(config: Config, console: Console, watch: Watch = lambda parts: None) -
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints are kept.
     """
-    keep_dtype = config.target.dtype == AUTO
-    config, lines = refuse_early(with_trainers_dtype(config), trains=True)
+    config = prepared(config)
     for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder:
             require_folder(Path(folder).expanduser(), key)
-    prepare(config)
-    stream = checked_tasks(config)
-    for line in lines:
+    machine = Machine.here()
+    resolved = resolve(config, machine, trains=True)
+    config = resolved.config
+    stream = checked_tasks(resolved)
+    for line in resolved.choices:
         say(console, line)
     with sigterm_interrupts():
-        run = open_run(config, stream.size, keep_dtype=keep_dtype)
+        run = open_run(config, stream.size)
         try:
             stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
             memory = plan_memory(config)
-            check_memory(config, memory, available_bytes(), FIXES)
-            announce(config, run, memory, console)
-            return _train(config, run, stream, console, watch)
+            check_memory(config, machine.free_bytes, memory, FIXES)
+            announce(resolved, run, memory, console)
+            return _train(resolved, run, stream, console, watch)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
@@ -79,8 +82,9 @@ def train(config: Config, console: Console, watch: Watch = lambda parts: None) -
             run.close()
 
 
-def _train(config: Config, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch) -> RunOutcome:
+def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch) -> RunOutcome:
     """Start all parts and run the steps."""
+    config = resolved.config
     with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.learner.algorithms import make_recipe
         from specactor_ray.rollout.rollout import Rollout
@@ -92,14 +96,13 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, console: Consol
     with contextlib.ExitStack() as parts:
         work = PresentWork(config.trainer.steps, run.state.step)
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
-        rollout = parts.enter_context(Rollout(config))
+        rollout = parts.enter_context(Rollout(resolved))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
         record = parts.enter_context(StepRecorder(config, run, rollout, work, show, console.width))
         if config.environment.name is None:
             workers = WorkerPool(reward_work(config.reward), config.reward.workers)
         else:
-            context = max_prompt_tokens(config) + config.sampling.max_tokens
-            workers = Conversations(config, _tokenizer(config), context)
+            workers = Conversations(config, _tokenizer(config.target), resolved.context)
         parts.enter_context(workers)
         maker = ExperienceMaker(config, make_recipe(config), stream, workers)
         ahead = None
@@ -121,34 +124,31 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, console: Consol
         )
 
 
-def _tokenizer(config: Config) -> Any:
-    return load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+def _tokenizer(target: TargetConfig) -> Any:
+    return load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
 
 
 # ---- checks that need no cluster ----
 
 
-def with_trainers_dtype(config: Config) -> Config:
-    """A copy in which `target.dtype: auto` is the trainer's float32 on CPUs, so that both compute the same
-    log-probabilities. It stays on GPUs, where float32 takes several times as long."""
-    if config.target.dtype != AUTO or config.target.gpus or config.trainer.dtype != "float32":
-        return config
-    return replace(config, target=replace(config.target, dtype=config.trainer.dtype))
-
-
-def dtype_note(config: Config) -> list[str]:
+def dtype_note(ours: str, trainers: str) -> list[str]:
     """A line about the types of rollout and update, if they differ: so do the log-probabilities of the same tokens."""
-    ours, trainers = config.target.dtype, config.trainer.dtype
     if ours == trainers:
         return []
     what = f"target.dtype is {ours}, and trainer.dtype {trainers}: log-probabilities of rollout and update differ (gap)"
     return [f"{what}; target.dtype={trainers} makes them equal, algorithm.importance_cap corrects for it"]
 
 
-def prepare(config: Config) -> None:
-    """Set values that depend on other sections, and refuse what cannot work. Raises ConfigError."""
+def prepared(config: Config) -> Config:
+    """A copy with the values of a training run that depend on other sections. `target.dtype: auto` is that of the run
+    which `resume` continues, else on CPUs the trainer's float32, so that both compute the same log-probabilities; on
+    GPUs it would take several times as long. ConfigError: it cannot work."""
     validate_training(config)
+    config = copy.deepcopy(config)
     config.target.updates = True
+    keep_dtype(config)
+    if config.target.dtype == AUTO and not config.target.gpus and config.trainer.dtype == "float32":
+        config.target.dtype = "float32"
     generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
@@ -158,13 +158,14 @@ def prepare(config: Config) -> None:
     if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
         problem = f"reasoning_gym scores its own tasks only, and data.path is {config.data.path}."
         raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
+    return config
 
 
-@progress.start_phase("checking model, tasks and rewards")
-def checked_tasks(config: Config) -> TaskStream:
+@progress.start_phase("checking tasks and rewards")
+def checked_tasks(resolved: Resolved) -> TaskStream:
     """The tasks in their order, from the first one on; at least one of them fits the model, the chat template supports
     the environment, and the user's reward functions return numbers. Raises ConfigError and InputError."""
-    data = config.data
+    config, data = resolved.config, resolved.config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
     if needs_answer and (place := source.without_answer):
@@ -172,31 +173,30 @@ def checked_tasks(config: Config) -> TaskStream:
             f"{place} has no {data.answer_key!r} (data.answer_key), or an empty one, and the reward {needs_answer[0]} "
             "compares with it. Fix: add it, or choose another reward.functions"
         )
-    tokenizer = _tokenizer(config)
-    limit = max_prompt_tokens(config)
+    tokenizer = _tokenizer(config.target)
     if config.environment.name is not None:
         role = getattr(make_environment(config.environment), "role", Environment.role)
         ChatTurns(tokenizer, config.environment.keep_outputs).between([{"role": role, "content": "Answer"}], ())
 
     def count_tokens(prompt: Prompt) -> int:
-        most = limit + config.sampling.max_tokens
-        return len(encode_prompt(tokenizer, prompt, data.chat, most=most, **text_options(data)))
+        return len(encode_prompt(tokenizer, prompt, data.chat, most=resolved.context, **text_options(data)))
 
-    stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
+    stream = TaskStream(source, config.sampling.seed, count_tokens, resolved.max_prompt_tokens, data.shuffle)
     tasks, most = stream.take(2), config.sampling.max_tokens
     stream.position = stream.skipped = 0
     try_rewards(config.reward, [sample for task in tasks for sample in made_up(task, tokenizer, most)])
     return stream
 
 
-def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
+def announce(resolved: Resolved, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
     """Print the run, the checkpoint it continues from, and its memory need."""
+    config = resolved.config
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
-    for note in (*dtype_note(config), *start_notes(config)):
+    for note in (*dtype_note(config.target.dtype, config.trainer.dtype), *resolved.notes):
         say(console, note)
     if run.checkpoint is not None:
         say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")
@@ -217,9 +217,9 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     plan.append(MemoryItem("trainer", "weights, gradients, moments", states))
     if config.algorithm.kl_coef:
         plan.append(MemoryItem("trainer", "reference model", trainer.ranks * size * _FLOAT32))
-    plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(config, text)))
+    plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(trainer, text)))
     # The version in the object store, and the next one while it is sent.
-    plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * itemsize_of(target)))
+    plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * ITEM_BYTES[target.dtype]))
     return plan
 
 
@@ -235,11 +235,11 @@ def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
     return float(_FLOAT32 * (size + 3 * trained + states))
 
 
-def _activation_bytes(config: Config, text: Any) -> float:
+def _activation_bytes(trainer: TrainerConfig, text: Any) -> float:
     """Bytes of one micro-batch: about 34 hidden-sized values per token and layer (Korthikanti et al. 2022, arXiv
     2205.05198, eq. 1, in float32 twice their bytes), and four copies of the logits of its output tokens."""
-    tokens = config.trainer.micro_batch_tokens
+    tokens = trainer.micro_batch_tokens
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
-    per_layer = 2 if config.trainer.gradient_checkpointing else 34
+    per_layer = 2 if trainer.gradient_checkpointing else 34
     logits = 4.0 * tokens * int(text.vocab_size) * _FLOAT32
     return float(per_layer * layers * hidden * tokens * _FLOAT32 / 2 + logits)

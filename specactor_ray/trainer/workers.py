@@ -31,7 +31,7 @@ import psutil
 
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import in_words
-from specactor_ray.models.cache_size import available_bytes
+from specactor_ray.core.machine import available_bytes
 
 logger = logging.getLogger(__name__)
 

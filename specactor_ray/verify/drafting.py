@@ -18,12 +18,11 @@ from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.runner import DraftRunner
-from specactor_ray.models.cache_size import STATES_UNDER_WAY
 from specactor_ray.table._kernels import Committed
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.table.view import TableView
-from specactor_ray.target.base import NO_DRAFTS, Drafts
+from specactor_ray.target.base import NO_DRAFTS, STATES_UNDER_WAY, Drafts
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, FinishedOutput, States, TailBatch

@@ -22,6 +22,8 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import Resolved, resolve
 from tests.tiny import tiny_target
 
 Script = Callable[[tuple[int, ...], SamplingParams], Sequence[int]]
@@ -103,10 +105,17 @@ class ScriptedQueue:
         handle.end(self.failure or output)
 
 
+@functools.cache
+def resolved_tiny() -> Resolved:
+    """The configuration of the tiny target with defaults elsewhere."""
+    return resolve(Config(target=TargetConfig(model=str(tiny_target()))), Machine(1))
+
+
 def make_service(queue: ScriptedQueue, limits: Limits | None = None) -> Service:
     rollout: Any = SimpleNamespace(
         queue=queue,
-        config=Config(target=TargetConfig(model=str(tiny_target()))),
+        config=resolved_tiny().config,
+        resolved=resolved_tiny(),
         weight_version=0,
         committed_tokens=0,
         metrics=RolloutMetrics,

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import ray
@@ -327,9 +327,8 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
 
     free = ray.available_resources().get("CPU", 0.0)  # tests before this one may have removed nodes
     start, kept = start_controller, list[BaseException]()
-    monkeypatch.setattr(rollout, "prepare", lambda config: (config, None))
-    monkeypatch.setattr(rollout, "load_target_config", Mock())
-    monkeypatch.setattr(rollout, "context_tokens", lambda *_: 64)
+    monkeypatch.setattr(rollout, "_resolved", lambda config: SimpleNamespace(config=config, context=64))
+    monkeypatch.setattr(rollout, "_tokenizer_of", lambda target: None)
     monkeypatch.setattr(rollout, "start_controller", lambda config, held: start(config, FAKES, QUICK, held))
     if stage == "start_here":
         monkeypatch.setattr(controller, "start_here", then_interrupted(controller.start_here))

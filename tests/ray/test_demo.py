@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config import load_config
-from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.runs.training import open_run
-from specactor_ray.trainer.run import checked_tasks, prepare
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import resolve
+from specactor_ray.trainer.run import checked_tasks, prepared
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,7 +55,6 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     _, command, option, file, *overrides = shlex.split(train)
     assert (command, option) == ("train", "--config")
     monkeypatch.chdir(tmp_path)
-    config, _ = refuse_early(load_config(Path(file), overrides), trains=True)
-    prepare(config)
-    with contextlib.closing(open_run(config, checked_tasks(config).size)) as run:
+    resolved = resolve(prepared(load_config(Path(file), overrides)), Machine.here(), trains=True)
+    with contextlib.closing(open_run(resolved.config, checked_tasks(resolved).size)) as run:
         assert run.state.step == 2 and run.checkpoint is not None, "the printed command continues this run"

@@ -20,10 +20,11 @@ from rich.console import Console
 from specactor_ray.cli.report import rollout_table
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.planning import resolve
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.mode import settle_auto
 from specactor_ray.transport.messages import RequestStats
 from tests.faults.run import is_sum_of_steps
 from tests.local_ray import local_ray
@@ -189,7 +190,9 @@ def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         assert not wrong
     assert summary["tokens"] == sum(len(row["token_ids"]) for row in fresh), "no output was aborted"
     next_one = {**settings(tmp_path), "mode": "auto", "profile": str(folder / "summary.json")}
-    assert resolve(from_mapping(next_one))[1][-1].startswith("plan: "), "its costs plan the next run"
+    assert settle_auto(from_mapping(next_one), Machine.here())[1][-1].startswith("plan: "), (
+        "its costs plan the next run"
+    )
     console.print(rollout_table(summary))
     shown = console.export_text()
     assert f"{summary['trajectories']['tokens']:,} in these trajectories" in shown

@@ -28,6 +28,7 @@ LAYERS = (
     "learner",
     "distill",
     "cluster",
+    "startup",
     "actors",
     "controller",
     "rollout",

@@ -24,8 +24,10 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import upstream
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.upstream import VLLM
-from specactor_ray.models import cache_size
-from specactor_ray.rollout.preflight import refuse_early
+from specactor_ray.models.shapes import count_parameters
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import resolve
+from specactor_ray.target import sizes as of_target
 from specactor_ray.target.vllm_settings import (
     LONGEST_WARM_UP,
     engine_arguments,
@@ -153,7 +155,7 @@ def test_a_version_without_a_part_is_refused_by_name(
     monkeypatch.setattr(upstream, "_missing", upstream._missing.__wrapped__)
     config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
     with pytest.raises(ConfigError, match=rf"^target\.backend: vllm\S* \S+ has no \S*{re.escape(part)}"):
-        refuse_early(config)
+        resolve(config, Machine.here())
 
 
 def test_batch_invariance_has_a_mode_and_these_kernels_of_attention() -> None:
@@ -303,18 +305,18 @@ def test_the_memory_plan_has_the_tables_and_graphs_of_vllm(monkeypatch: pytest.M
 
     monkeypatch.setattr(buffer_utils, "UvaBuffer", UvaBuffer)
     target = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", max_model_len=128, compiled=False)
-    _, text = cache_size.count_parameters(target.model)
+    _, text = count_parameters(target.model)
     sizes = {"max_num_reqs": target.max_batch, "vocab_size": text.vocab_size, "device": torch.device("cpu")}
     limits = {"max_model_len": 128, "max_num_batched_tokens": 512, "num_speculative_steps": 3}
     tokens = RequestState(**sizes, **limits, use_dense_all_token_ids=True).all_token_ids.gpu
     penalties = PenaltiesState(None, SimpleNamespace(**sizes))
     tables = sum(one.nbytes for one in (tokens, penalties.output_bin_counts, penalties.prompt_bin_mask))
-    monkeypatch.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
-    own = cache_size.beside_the_cache(replace(target, backend="hf"))
-    assert cache_size.beside_the_cache(target) - own == tables
-    assert AttentionConfig.flash_attn_max_num_splits_for_cuda_graph == cache_size._SPLITS
+    monkeypatch.setattr(of_target, "captured_bytes", lambda *_: 0.0)
+    own = of_target.beside_the_cache(replace(target, backend="hf"))
+    assert of_target.beside_the_cache(target) - own == tables
+    assert AttentionConfig.flash_attn_max_num_splits_for_cuda_graph == of_target._SPLITS
     graphs = sum(map(len, graphs_of(monkeypatch, varlen=True)._capture_descs.values()))
-    assert graphs * _MIN_PER_GRAPH_BYTES <= cache_size._VLLM_GRAPHS
+    assert graphs * _MIN_PER_GRAPH_BYTES <= of_target._VLLM_GRAPHS
     assert "use_ngram()" in inspect.getsource(GPUModelRunner.__init__)
     assert SpeculativeConfig.use_ngram(SimpleNamespace(method="ngram_gpu")), "tokens of requests are on the GPU"
 

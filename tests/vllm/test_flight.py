@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from specactor_ray.core import machine
-from specactor_ray.models.cache_size import GIB, token_bytes
 from specactor_ray.models.loading import load_model_config
+from specactor_ray.models.shapes import GIB, token_bytes
 from specactor_ray.sampling import keyed
 from specactor_ray.target import vllm as target_vllm
 from specactor_ray.target.base import Drafts

@@ -12,8 +12,8 @@ from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_prompts, ra
 from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.bench.gpu_check.target import forward_s
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.cache_size import token_bytes
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.shapes import token_bytes
 from specactor_ray.sampling.keyed import sample_rows
 
 _LENGTH = 16

@@ -14,8 +14,8 @@ import torch
 from specactor_ray.bench.gpu_check.stage import Settings
 from specactor_ray.bench.gpu_check.vllm_watch import Watch
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.models.cache_size import GIB, token_bytes
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.shapes import GIB, token_bytes
 from specactor_ray.target.vllm_settings import WEIGHTS_FILE
 
 STEP_TOKENS = 8192

@@ -25,7 +25,7 @@ from specactor_ray.core.child import Child, Report
 from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.cache_size import GIB
+from specactor_ray.models.shapes import GIB
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import NO_DRAFTS, Drafts
 

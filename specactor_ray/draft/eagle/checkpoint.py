@@ -91,7 +91,7 @@ def load_head(
     if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
         raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")
     _reject_contradiction(name, head, target_has_draft)
-    return head.to(device, parse_dtype(dtype, device != "cpu")).eval().requires_grad_(False)
+    return head.to(device, parse_dtype(dtype)).eval().requires_grad_(False)
 
 
 def _reject_contradiction(name: str, head: EagleHead, t2d: torch.Tensor | None) -> None:

@@ -27,11 +27,11 @@ from specactor_ray.draft.chains import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.model import ModelProposer
-from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
+from specactor_ray.models.shapes import GIB
 
 _TRIED = 6
 """Positions of the forward that tests compiled layers."""
@@ -150,9 +150,7 @@ class EagleProposer(ModelProposer):
         assert config.model is not None  # validated
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
-        total = None if device == "cpu" else device_bytes(device)
-        cache = drafter_cache_bytes(config, head.config.text, head.fc.weight.itemsize, total)
-        return cls(EagleRunner(head, cache), config.max_batch, config.branches)
+        return cls(EagleRunner(head, int(config.kv_cache_gb * GIB)), config.max_batch, config.branches)
 
     def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
         super()._advance(rows, same)

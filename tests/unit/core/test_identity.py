@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+from transformers import LlamaConfig, MixtralConfig
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.identity import is_mixture, token_identity, uncovered
-from specactor_ray.rollout.preflight import identity_of, start_notes
-from tests.tiny import tiny_target
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.mode import settle
+from specactor_ray.startup.resolve import identity_of, start_notes
 
 
 @pytest.mark.parametrize(
@@ -60,22 +60,23 @@ def test_mixtures_are_known_by_their_configuration(facts: dict[str, object], exp
     assert is_mixture(facts) == expected
 
 
-def test_a_run_says_what_holds(tmp_path: Path) -> None:
+def test_a_run_says_what_holds() -> None:
     """On CPUs a line where it does not, on GPUs always."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
-    save_file({}, tmp_path / "model.safetensors")
+    dense, mixture = LlamaConfig(), MixtralConfig()
 
-    def found(model: Path, **target: object) -> tuple[bool, list[str]]:
-        config = from_mapping({"mode": "plain", "target": {"model": str(model), "cores": 1, **target}})
-        return identity_of(config).holds, [note for note in start_notes(config) if "plain decoding" in note]
+    def found(model: Any, **target: object) -> tuple[bool, list[str]]:
+        config = from_mapping({"mode": "plain", "target": {"model": "m", "cores": 1, **target}})
+        config, _ = settle(config, Machine(1), None)
+        identity = identity_of(config.target, model)
+        return identity.holds, [note for note in start_notes(config, Machine(1), identity) if "plain decoding" in note]
 
-    assert found(tiny_target(), dtype="float32") == (True, []) == found(tiny_target(), dtype="bfloat16")
+    assert found(dense, dtype="float32") == (True, []) == found(dense, dtype="bfloat16")
     for dtype in ("float32", "bfloat16"):
-        holds, (line,) = found(tmp_path, dtype=dtype)
+        holds, (line,) = found(mixture, dtype=dtype)
         assert not holds and f"mixture of experts in {dtype}" in line
-    holds, (line,) = found(tiny_target(), dtype="float32", backend="vllm")
+    holds, (line,) = found(dense, dtype="float32", backend="vllm")
     assert not holds and "vllm's kernels on CPUs" in line
-    holds, (line,) = found(tmp_path, gpus=1)
+    holds, (line,) = found(mixture, gpus=1)
     assert not holds and "number of rows" in line
-    holds, (line,) = found(tmp_path, gpus=1, backend="vllm", batch_invariant=True)
+    holds, (line,) = found(mixture, gpus=1, backend="vllm", batch_invariant=True)
     assert holds and "one by one" in line

@@ -77,7 +77,7 @@ def train_options(prompts: Path, folder: Path, changes: dict[str, Any] | None = 
 
 def test_a_drafter_that_a_configuration_takes_as_it_is(drafter: Path, data: Path) -> None:
     """With its card. A second call shows it, and does not make it again."""
-    config = DrafterSpec(method="eagle", model=str(drafter), max_batch=8)
+    config = DrafterSpec(method="eagle", model=str(drafter), dtype="float32", kv_cache_gb=0.1, max_batch=8)
     proposer = build_proposer(config, TargetConfig(model=str(tiny_target())), "cpu")
     assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
     assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template

@@ -195,7 +195,9 @@ def tails_of(proposer: Proposer) -> list[tuple[int, ...]]:
 
 def test_what_a_learner_has_learned_fits_the_running_head() -> None:
     target = TargetConfig(model=str(tiny_target()))
-    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), dtype="float32", max_batch=16, online=SMALL)
+    drafter = DrafterSpec(
+        method="eagle", model=str(tiny_eagle()), dtype="float32", kv_cache_gb=0.1, max_batch=16, online=SMALL
+    )
     learner = load_learner(drafter, target, "cpu")
     assert learner.version == 0 and equal(learner.weights(), trained_weights(some_head()))
     learn(learner, without_teacher(rollouts("train", 4)))

@@ -15,7 +15,7 @@ from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer, build_proposer
-from specactor_ray.rollout.preflight import export_what_drafters_read
+from specactor_ray.startup.resolve import export_what_drafters_read
 from specactor_ray.transport.messages import FinishedOutput
 from tests.by_name import ByName
 from tests.fakes.loops import EAGLE_LAYERS, Bench, truth_of
@@ -80,7 +80,7 @@ def test_a_reader_of_ones_own_is_sent_the_states_of_all_committed_positions(mode
 
 
 def test_a_model_of_ones_own_is_made_with_its_checkpoint() -> None:
-    with driven("Noisy", temperature=1.0, model=str(tiny_draft())) as (_, bench):
+    with driven("Noisy", temperature=1.0, model=str(tiny_draft()), dtype="float32", kv_cache_gb=0.1) as (_, bench):
         assert bench.verifier.metrics.accepted_tokens
 
 

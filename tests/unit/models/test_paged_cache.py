@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.models.cache_size import ROW_BYTES
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
+from specactor_ray.models.shapes import ROW_BYTES
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(1, 1, 2), LayerShape(2, 1, 1)]

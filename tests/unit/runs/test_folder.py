@@ -92,7 +92,7 @@ def test_runs_that_end_are_removed_or_cannot_be_locked_are_left_out(
 
     monkeypatch.setattr(runs, "RunLease", Lease)
     config = from_mapping({"run": {"dir": str(tmp_path)}})
-    found = lease_unfinished(config, "partial", lambda folder: True)
+    found = lease_unfinished(config.run, "partial", lambda folder: True)
     assert found is not None and found[0] == folders["mine"]
     found[1].release()
     assert not folders["removed"].exists()
@@ -115,4 +115,4 @@ def test_a_named_run_that_cannot_be_locked_is_refused_by_its_folder(tmp_path: Pa
     (folder / "run.lock").mkdir()  # no file can be opened there
     config = from_mapping({"run": {"dir": str(tmp_path), "name": "mine"}})
     with pytest.raises(InputError, match=r"run\.dir: .*mine"):
-        lease_unfinished(config, "partial", lambda folder: True)
+        lease_unfinished(config.run, "partial", lambda folder: True)

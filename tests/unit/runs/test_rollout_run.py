@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import split_row
@@ -32,6 +31,7 @@ from specactor_ray.runs.rollout import drafts_in_words, run_rollout
 from specactor_ray.runs.scores import Scores, pass_at_k
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.startup.resolve import Resolved
 from specactor_ray.trainer.scoring import row_scorer
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
@@ -68,7 +68,8 @@ class FakeRollout:
     encoded: ClassVar[Any] = None
     address = "127.0.0.1:6379"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved, config = resolved, resolved.config
         self.config, self.run_name, self.closed = config, config.run.name, False
         self.committed_tokens = self.reissued_requests = self.discarded_tokens = 0
         first = self.script[0] if self.script else None

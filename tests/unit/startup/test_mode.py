@@ -15,9 +15,11 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.rollout import planning
-from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devices, resolve, resolve_mode
 from specactor_ray.simulation.scenario import load_scenario
+from specactor_ray.startup import machine
+from specactor_ray.startup.machine import Devices, Machine
+from specactor_ray.startup.mode import as_decoupled, settle, settle_auto
+from specactor_ray.startup.resolve import Resolved
 
 LOOKUP = "drafters=[{method: ngram, dtype: float32}]"
 MODEL = "{method: draft_model, model: m, gpus: 1}"
@@ -26,14 +28,17 @@ TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
 
 
+HERE = Machine(2)
+
+
 def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
-    """What `auto` comes to, and its one line; the configuration it came from is not changed."""
+    """What `auto` comes to, and the line of the mode; the configuration it came from is not changed."""
     config = load_config(None, overrides)
     before = copy.deepcopy(config)
-    result, lines = resolve_mode(config, devices)
-    assert config == before and len(lines) == 1 and "\n" not in lines[0]
+    result, lines = settle(config, HERE, devices)
+    assert config == before and lines[1:] == [f"target.dtype: {result.target.dtype}"] and "\n" not in lines[0]
     validate(result)
-    assert resolve_mode(result, devices) == (result, [])
+    assert settle(result, HERE, devices) == (result, [])
     return result, lines[0]
 
 
@@ -108,8 +113,9 @@ def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
     for overrides in ([LOOKUP], [LOOKUP, "target.gpus=1"]):
         config = load_config(None, [f"mode={mode}", "target.dtype=float32", "target.cores=2", *overrides])
         for devices in (None, Devices(1, 0), Devices(64, 8)):
-            assert resolve_mode(config, devices) == (config, [])
-        assert resolve(config) == (config, []) and as_decoupled(config) is config
+            settled, lines = settle(config, HERE, devices)
+            assert not lines and (settled.mode, settled.target) == (config.mode, config.target)
+        assert settle_auto(settled, HERE) == (settled, []) and as_decoupled(settled, HERE) == settled
 
 
 def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_elsewhere() -> None:
@@ -123,14 +129,14 @@ def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_else
 
 
 def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(planning, "count_gpus", lambda: 5)
-    assert existing_devices(load_config()) == Devices(3, 0)
-    assert existing_devices(load_config(None, ["target.gpus=1"])) == Devices(3, 5)
-    sized = ["cluster.num_cpus=7", "cluster.num_gpus=2", "target.gpus=1"]
-    assert existing_devices(load_config(None, sized)) == Devices(7, 2)
-    assert existing_devices(load_config(None, ["cluster.address=auto"])) is None
-    config, lines = resolve(load_config(None, ["cluster.num_cpus=2"]))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(machine, "count_gpus", lambda: 5)
+    here = Machine.here()
+    assert here.devices(load_config().cluster) == Devices(3, 5)
+    assert here.devices(load_config(None, ["cluster.num_cpus=7", "cluster.num_gpus=2"]).cluster) == Devices(7, 2)
+    elsewhere = load_config(None, ["cluster.address=auto"]).cluster
+    assert here.devices(elsewhere) is None and not here.hosts(elsewhere)
+    config, lines = settle_auto(load_config(None, ["cluster.num_cpus=2"]), here)
     assert lines[0].endswith("drafters: suffix, as none is configured")
     assert (config.mode, config.target.cores, len(lines)) == (ModeName.coupled, 2, 2)
 
@@ -141,7 +147,7 @@ def test_a_comparison_of_modes_begins_with_the_layout_as_it_is_written() -> None
     config = planned_side_by_side(written, Console(file=out))
     assert (config.mode, config.target.cores, config.drafters[0].cores) == (ModeName.decoupled, 3, 2)
     assert not out.getvalue()
-    assert [drafter.method for drafter in as_decoupled(load_config()).drafters] == ["suffix"]
+    assert [drafter.method for drafter in as_decoupled(load_config(), HERE).drafters] == ["suffix"]
 
 
 def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None:
@@ -167,19 +173,19 @@ def test_a_run_is_resolved_before_anything_is_written(
 
     seen: list[Config] = []
 
-    def stop(config: Config, *_: Any) -> None:
-        seen.append(config)
+    def stop(resolved: Resolved, *_: Any) -> None:
+        seen.append(resolved.config)
         raise InterruptedError
 
     monkeypatch.setattr(run, "_run", stop)
     monkeypatch.setattr(run, "_encode", lambda *_: ([], []))  # would import transformers
     monkeypatch.setattr(run, "_cut_outputs", lambda *_: [])
-    monkeypatch.setattr(loop, "prepare", stop)
+    monkeypatch.setattr(loop, "checked_tasks", stop)
     (tmp_path / "prompts.txt").write_text("Hello.\n")
     saved = []
     monkeypatch.setattr(run, "discard_run_folder", lambda folder: saved.append(load_config(folder / "config.yaml")))
     items = [f"data.path={tmp_path / 'prompts.txt'}", f"run.dir={tmp_path / 'runs'}", f"target.model={tiny_model_dir}"]
-    config, out = load_config(None, [*items, "cluster.num_cpus=2", "sampling.max_tokens=16"]), io.StringIO()
+    config, out = load_config(None, [*items, "cluster.num_cpus=2", "sampling.max_tokens=16", "data.n=2"]), io.StringIO()
     with pytest.raises(InterruptedError):
         (run.run_rollout if where == "rollout" else loop.train)(config, Console(file=out, width=300))
     assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]

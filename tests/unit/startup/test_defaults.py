@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,16 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import machine
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import footprint
-from specactor_ray.models import cache_size, step_sizes
-from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
-from specactor_ray.rollout import memory
-from specactor_ray.rollout.planning import Devices, resolve_mode, settle
+from specactor_ray.models import step_sizes
+from specactor_ray.models.loading import load_model_config
+from specactor_ray.models.shapes import GIB, context_of, token_bytes
 from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.startup import memory
+from specactor_ray.startup.machine import Devices, Machine
+from specactor_ray.startup.memory import drafter_on_node, settle_caches, target_on_node
+from specactor_ray.startup.mode import settle
+from specactor_ray.target import sizes
+from specactor_ray.target.sizes import beside_the_cache, cache_bytes, room_on_cpu, room_on_gpu
 from tests.fakes.loops import ragged
 from tests.tiny import tiny_draft, tiny_target
 
@@ -40,19 +46,15 @@ PARAMETERS = 7_615_616_512
 DRAFTER = "drafters=[{method: draft_model, model: m}]"
 
 
-@pytest.fixture(params=[True, False], ids=["AVX512_BF16", "without"])
-def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU computes in bfloat16."""
-    monkeypatch.setattr(machine, "hardware", lambda: {"vector": ["avx512_bf16"] if request.param else ["avx512f"]})
-    return bool(request.param)
+HERE = Machine(16)
 
 
 @pytest.fixture
 def qwen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 7B parameters, of which the configuration alone is there."""
     config = LlamaConfig(**QWEN_7B)
-    monkeypatch.setattr(cache_size, "count_parameters", lambda *_: (PARAMETERS, config))
-    monkeypatch.setattr(cache_size, "load_model_config", lambda *_, **__: config)
+    monkeypatch.setattr(sizes, "count_parameters", lambda *_: (PARAMETERS, config))
+    monkeypatch.setattr(sizes, "load_model_config", lambda *_, **__: config)
 
 
 def on_gpu(**target: Any) -> TargetConfig:
@@ -90,13 +92,14 @@ def test_auto_is_the_word_for_what_is_not_set() -> None:
         (["mode=auto"], "cpu", "cpu"),
     ],
 )
+@pytest.mark.parametrize("bf16", [True, False], ids=["AVX512_BF16", "without"])
 def test_the_data_type_of_each_device(bf16: bool, overrides: list[str], target: str, drafter: str) -> None:
     config = load_config(None, [DRAFTER, *overrides])
-    settled, _ = resolve_mode(config, Devices(8, 2))
+    settled, _ = settle(config, Machine(8, bfloat16=bf16), Devices(8, 2))
     expected = {"gpu": "bfloat16", "cpu": "bfloat16" if bf16 else "float32"}
     assert (settled.target.dtype, settled.drafters[0].dtype) == (expected[target], expected[drafter])
     assert load_config(None, [DRAFTER, *overrides]) == config, "it is not changed"
-    assert settle(settled, Devices(8, 2)) is settled and f"dtype: {expected[target]}" in to_yaml(settled)
+    assert settle(settled, HERE, None) == (settled, []) and f"dtype: {expected[target]}" in to_yaml(settled)
     validate(settled)
 
 
@@ -116,7 +119,7 @@ def test_the_data_type_of_each_device(bf16: bool, overrides: list[str], target: 
     ],
 )
 def test_cores_of_verifiers_on_gpus(devices: Devices | None, overrides: list[str], cores: int) -> None:
-    assert settle(load_config(None, ["mode=plain", *overrides]), devices).target.cores == cores
+    assert settle(load_config(None, ["mode=plain", *overrides]), HERE, devices)[0].target.cores == cores
 
 
 def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
@@ -134,8 +137,8 @@ def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
 def test_the_cache_of_a_cpu(rows: int) -> None:
     """Whole requests, within the room."""
     target = TargetConfig(model=str(tiny_target()), dtype="float32", max_batch=rows)
-    model = cache_size.load_model_config(target.model).get_text_config()
-    per_token, blocks = cache_size.token_bytes(model, 4), cache_size.context_of(model) // 256
+    model = load_model_config(target.model).get_text_config()
+    per_token, blocks = token_bytes(model, 4), context_of(model) // 256
     needed = (rows * blocks + 1) * 256 * per_token
     assert cache_bytes(target, float("inf")) == needed
     assert cache_bytes(target, 1000.0) == 1000.0
@@ -143,24 +146,24 @@ def test_the_cache_of_a_cpu(rows: int) -> None:
     assert cache_bytes(target, float("inf")) == (rows * 2 + 1) * 256 * per_token
     target.kv_cache_gb = 0.5
     assert cache_bytes(target, 1000.0) == 0.5 * GIB
-    assert room_on_cpu(8 * GIB, TargetConfig(replicas=2, tensor_parallel=2)) == GIB / 2
+    assert room_on_cpu(TargetConfig(replicas=2, tensor_parallel=2), 8 * GIB) == GIB / 2
 
 
 @pytest.mark.parametrize("layers", [[], [0, 2, 3]])
 def test_the_plan_counts_the_hidden_states_that_drafters_read(layers: list[int]) -> None:
     """In the cache of `hf`, and beside that of vLLM."""
     target = TargetConfig(model=str(tiny_target()), dtype="float32", hidden_layers=layers)
-    text = cache_size.load_model_config(target.model).get_text_config()
+    text = load_model_config(target.model).get_text_config()
     of_states = 64 * 4 * len(layers)
-    own = cache_size.cached_token_bytes(target, text)
-    assert own == cache_size.token_bytes(text, 4) + of_states == ragged(tiny_target(), layers).cache.bytes_per_token
-    assert cache_size.states_beside_the_cache(target, own * 100.0) == 0
-    without = cache_size.beside_the_cache(replace(target, hidden_layers=[]))
-    assert cache_size.beside_the_cache(target) - without == (target.max_step_tokens + 8192) * of_states
+    own = sizes.cached_token_bytes(target, text)
+    assert own == token_bytes(text, 4) + of_states == ragged(tiny_target(), layers).cache.bytes_per_token
+    assert sizes.states_beside_the_cache(target, own * 100.0) == 0
+    without = beside_the_cache(replace(target, hidden_layers=[]))
+    assert beside_the_cache(target) - without == (target.max_step_tokens + 8192) * of_states
     target.backend = "vllm"
-    plain = cache_size.token_bytes(text, 4)
-    assert cache_size.cached_token_bytes(target, text) == plain
-    assert cache_size.states_beside_the_cache(target, plain * 100.0) == pytest.approx(of_states * 100)
+    plain = token_bytes(text, 4)
+    assert sizes.cached_token_bytes(target, text) == plain
+    assert sizes.states_beside_the_cache(target, plain * 100.0) == pytest.approx(of_states * 100)
 
 
 @pytest.mark.usefixtures("qwen")
@@ -178,7 +181,7 @@ def test_the_plan_of_a_gpu(gib: int) -> None:
     """Weights 14.2 GiB, logits of 2048 positions 1.7, graphs 1.3; at most 92% of the GPU, all where it is needed."""
     total, target = gib * GIB, on_gpu(dtype="bfloat16")
     cache = cache_bytes(target, room_on_gpu(target, total))
-    beside = cache_size.beside_the_cache(target)
+    beside = beside_the_cache(target)
     assert 18.5 < beside / GIB < 20.5
     assert cache + beside == pytest.approx(0.92 * total)
     halved = on_gpu(dtype="bfloat16", max_batch=512, gpus=2, tensor_parallel=2)
@@ -186,9 +189,9 @@ def test_the_plan_of_a_gpu(gib: int) -> None:
     assert more / (57344 / 2) > 2 * cache / 57344, "tokens: half the weights and half of each token's keys and values"
     reading = on_gpu(dtype="bfloat16", hidden_layers=[2, 14, 25])
     fewer = cache_bytes(reading, room_on_gpu(reading, total))
-    states = cache_size.states_beside_the_cache(reading, fewer)
+    states = sizes.states_beside_the_cache(reading, fewer)
     assert states == pytest.approx(fewer * 3 * 3584 * 2 / 57344)
-    assert fewer + states + cache_size.beside_the_cache(reading) == pytest.approx(0.92 * total)
+    assert fewer + states + beside_the_cache(reading) == pytest.approx(0.92 * total)
     short = on_gpu(dtype="bfloat16", max_model_len=128, max_batch=4)
     assert cache_bytes(short, room_on_gpu(short, total)) == 5 * 256 * 57344, "no more than four requests take"
     assert room_on_gpu(target, total, 2.0 * GIB) == pytest.approx(room_on_gpu(target, total) - 2 * GIB)
@@ -197,110 +200,122 @@ def test_the_plan_of_a_gpu(gib: int) -> None:
 @pytest.mark.usefixtures("qwen")
 def test_the_plan_of_a_gpu_counts_what_vllm_holds_beside_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial results of 2048 positions of 28 heads of 128 numbers, and their activations; tables of 128 requests."""
-    monkeypatch.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
-    own = cache_size.beside_the_cache(on_gpu(dtype="bfloat16", backend="hf"))
+    monkeypatch.setattr(sizes, "captured_bytes", lambda *_: 0.0)
+    own = beside_the_cache(on_gpu(dtype="bfloat16", backend="hf"))
     vllm = {"dtype": "bfloat16"}
     parts, activations = 2048 * 32 * 28 * 129 * 4, 2048 * (8 * 3584 + 2 * 18944) * 2
     tables = 128 * (152064 * 4 + 152064 // 8 + 32768 * 4)
-    assert cache_size.beside_the_cache(on_gpu(**vllm, compiled=False)) - own == tables
-    counted = cache_size.beside_the_cache(on_gpu(**vllm)) - own
+    assert beside_the_cache(on_gpu(**vllm, compiled=False)) - own == tables
+    counted = beside_the_cache(on_gpu(**vllm)) - own
     assert counted == parts + activations + tables + 160 * 2**20
-    one = cache_size.beside_the_cache(on_gpu(**vllm, batch_invariant=True)) - own
+    one = beside_the_cache(on_gpu(**vllm, batch_invariant=True)) - own
     assert counted - one == parts, "keys are not split"
     halved = on_gpu(**vllm, gpus=2, tensor_parallel=2)
-    assert cache_size.beside_the_cache(on_gpu(**vllm)) - cache_size.beside_the_cache(halved) > parts / 2
+    assert beside_the_cache(on_gpu(**vllm)) - beside_the_cache(halved) > parts / 2
 
 
 def config_of(target: TargetConfig, **sections: Any) -> Config:
     given = {key: value for key, value in vars(target).items() if key != "engine_arguments"}
-    return settle(from_mapping({"mode": "plain", "target": given, **sections}), None)
+    return settle(from_mapping({"mode": "plain", "target": given, **sections}), HERE, None)[0]
+
+
+def with_cache(config: Config, *gpu_bytes: int) -> TargetConfig:
+    """The target with its cache on a machine with such GPUs."""
+    settled = copy.deepcopy(config)
+    settle_caches(settled, replace(HERE, gpu_bytes=gpu_bytes))
+    return settled.target
 
 
 @pytest.mark.usefixtures("qwen")
-def test_a_gpu_that_cannot_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "beside_the_cache", cache_size.beside_the_cache)
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [80 * GIB, 16 * GIB])
+def test_a_gpu_that_cannot_hold_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"7b in bfloat16 .* takes 19\.\d\d GiB .* a GPU has 16\.00 GiB") as error:
-        memory.with_cache(config_of(on_gpu()))
+        with_cache(config_of(on_gpu()), 80 * GIB, 16 * GIB)
     assert error.value.key == "target.gpus" and "target.tensor_parallel" in error.value.fix
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [24 * GIB])
     with pytest.raises(ConfigError, match=r"beside a cache of 10\.00 GiB") as error:
-        memory.with_cache(config_of(on_gpu(kv_cache_gb=10)))
+        with_cache(config_of(on_gpu(kv_cache_gb=10)), 24 * GIB)
     assert error.value.key == "target.kv_cache_gb"
     size = float(error.value.fix.split()[1])
-    assert memory.with_cache(config_of(on_gpu(kv_cache_gb=size - 0.1))).target.kv_cache_gb == pytest.approx(size - 0.1)
-    assert memory.with_cache(config_of(on_gpu())).target.kv_cache_gb == pytest.approx(size, abs=0.01)
-    elsewhere = config_of(on_gpu(), cluster={"address": "10.0.0.1:6379"})
-    assert memory.with_cache(elsewhere) is elsewhere, "its GPUs are not known here"
+    assert with_cache(config_of(on_gpu(kv_cache_gb=size - 0.1)), 24 * GIB).kv_cache_gb == pytest.approx(size - 0.1)
+    assert with_cache(config_of(on_gpu()), 24 * GIB).kv_cache_gb == pytest.approx(size, abs=0.01)
 
 
-def test_hosted_drafters_leave_less_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [GIB * 5 // 2])
+@pytest.mark.usefixtures("qwen")
+def test_a_cache_is_settled_once_here_or_on_the_node_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device_bytes", lambda: 24.0 * GIB)
+    elsewhere = with_cache(config_of(on_gpu(), cluster={"address": "10.0.0.1:6379"}), 80 * GIB)
+    assert elsewhere.kv_cache_gb is None, "its GPUs are not known here"
+    here = with_cache(config_of(on_gpu()), 24 * GIB)
+    assert target_on_node(elsewhere, []) == here and target_on_node(here, []) is here
+    drafters = [{"method": "draft_model", "model": str(tiny_draft()), "dtype": "float32", "kv_cache_gb": 0.25}]
+    hosting = {"mode": "coupled", "target": {"model": str(tiny_target())}, "drafters": drafters}
+    (spec,) = drafter_specs(from_mapping(hosting)).values()
+    assert drafter_on_node(spec, elsewhere, "cuda") is spec
+    auto = drafter_on_node(replace(spec, kv_cache_gb=None), elsewhere, "cuda")
+    assert auto.kv_cache_gb * GIB == footprint(replace(spec, kv_cache_gb=None), elsewhere, 24 * GIB)[0]
+
+
+def test_hosted_drafters_leave_less_of_a_gpu() -> None:
     target = {"model": str(tiny_target()), "gpus": 1, "max_batch": 2048, "max_step_tokens": 2048}
-    plain = memory.with_cache(settle(from_mapping({"mode": "plain", "target": target}), None))
+    plain = with_cache(settle(from_mapping({"mode": "plain", "target": target}), HERE, None)[0], GIB * 5 // 2)
     drafters = [{"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.1}]
-    hosting = {"mode": "coupled", "target": target, "drafters": drafters}
-    hosts = memory.with_cache(settle(from_mapping(hosting), None))
-    assert 0.1 < plain.target.kv_cache_gb - hosts.target.kv_cache_gb < 0.12
-    (spec,) = drafter_specs(hosts).values()
-    held = footprint(spec, hosts.target, GIB * 5 // 2)
-    assert (plain.target.kv_cache_gb - hosts.target.kv_cache_gb) * GIB == pytest.approx(held)
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [GIB * 9 // 4])
+    hosting = settle(from_mapping({"mode": "coupled", "target": target, "drafters": drafters}), HERE, None)[0]
+    hosts = with_cache(hosting, GIB * 5 // 2)
+    assert 0.1 < plain.kv_cache_gb - hosts.kv_cache_gb < 0.12
+    (spec,) = drafter_specs(hosting).values()
+    cache, held = footprint(spec, hosts, GIB * 5 // 2)
+    assert (plain.kv_cache_gb - hosts.kv_cache_gb) * GIB == pytest.approx(held) and cache == 0.1 * GIB
     with pytest.raises(ConfigError) as error:
-        memory.with_cache(settle(from_mapping(hosting), None))
+        with_cache(hosting, GIB * 9 // 4)
     assert error.value.key == "target.gpus" and "kv_cache_gb or max_batch of hosted drafters" in error.value.fix
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
-def test_a_draft_actor_that_does_not_fit_is_refused(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_actor_that_does_not_fit_is_refused(on_cpu: bool) -> None:
     drafters: list[dict[str, Any]] = [{"method": "draft_model", "model": str(tiny_draft()), "gpus": 1, "max_batch": 64}]
     target = {"model": str(tiny_target()), "gpus": int(not on_cpu), "max_batch": 4, "max_step_tokens": 64}
-    config = settle(from_mapping({"mode": "decoupled", "target": target, "drafters": drafters}), None)
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [80 * GIB, 4 * GIB])
-    assert memory.with_cache(config).target.kv_cache_gb
+    config, _ = settle(from_mapping({"mode": "decoupled", "target": target, "drafters": drafters}), HERE, None)
+    assert with_cache(config, 80 * GIB, 4 * GIB).kv_cache_gb
     (spec,) = drafter_specs(config).values()
-    held = footprint(spec, config.target, 4 * GIB)
+    _, held = footprint(spec, config.target, 4 * GIB)
     config.drafters[0].kv_cache_gb = 1.7
     with pytest.raises(ConfigError, match=r"with its cache and graphs takes 1\.7\d GiB; a GPU has 4\.00 GiB") as error:
-        memory.with_cache(config)
+        with_cache(config, 80 * GIB, 4 * GIB)
     assert error.value.key == "drafters.0.gpus" and "kv_cache_gb" in error.value.fix
     config.drafters[0].kv_cache_gb = 1.6
-    assert memory.with_cache(config).target.kv_cache_gb and held < 0.5 * GIB
+    assert with_cache(config, 80 * GIB, 4 * GIB).kv_cache_gb and held < 0.5 * GIB
 
 
 @pytest.mark.usefixtures("qwen")
 def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the engine: 61 with 28 layers, and once more the activations of the largest step."""
-    monkeypatch.setattr(memory, "beside_the_cache", cache_size.beside_the_cache)
     own, other = on_gpu(backend="hf", dtype="bfloat16"), on_gpu(dtype="bfloat16")
-    captured = cache_size.beside_the_cache(own)
+    captured = beside_the_cache(own)
     with monkeypatch.context() as patched:
-        patched.setattr(cache_size, "captured_bytes", lambda *_: 0.0)
-        captured -= cache_size.beside_the_cache(own)
+        patched.setattr(sizes, "captured_bytes", lambda *_: 0.0)
+        captured -= beside_the_cache(own)
     assert len(step_sizes.sizes(128, 2048)) == 61
     assert captured == 61 * 28 * 40 * 4096 + 2048 * (152064 * 6 + (8 * 3584 + 2 * 18944) * 2)
-    fits = cache_size.beside_the_cache(other) / 0.92 + 0.5 * GIB
-    monkeypatch.setattr(memory, "gpu_memories", lambda: [int(fits)])
-    assert memory.with_cache(config_of(other)).target.kv_cache_gb == pytest.approx(0.46, abs=0.01)
+    fits = int(beside_the_cache(other) / 0.92 + 0.5 * GIB)
+    assert with_cache(config_of(other), fits).kv_cache_gb == pytest.approx(0.46, abs=0.01)
     with pytest.raises(ConfigError, match="with activations, graphs and hosted drafters takes") as error:
-        memory.with_cache(config_of(own))
+        with_cache(config_of(own), fits)
     assert error.value.key == "target.gpus" and "target.max_step_tokens" in error.value.fix
-    fewer = memory.with_cache(config_of(on_gpu(backend="hf", dtype="bfloat16", max_step_tokens=512)))
-    assert fewer.target.kv_cache_gb > 0, "as it proposes"
+    fewer = with_cache(config_of(on_gpu(backend="hf", dtype="bfloat16", max_step_tokens=512)), fits)
+    assert fewer.kv_cache_gb > 0, "as it proposes"
 
 
-def test_a_cache_is_planned_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settle(from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "replicas": 2}}), None)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8.0 * 2**20)
-    assert memory.with_cache(config).target.kv_cache_gb == 2**20 / GIB
-    assert config.target.kv_cache_gb is None
+def test_a_cache_is_planned_by_what_is_free() -> None:
+    config, _ = settle(
+        from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "replicas": 2}}), HERE, None
+    )
+    settle_caches(config, Machine(2, free_bytes=8.0 * 2**20))
+    assert config.target.kv_cache_gb == 2**20 / GIB
 
 
-def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path) -> None:
     from specactor_ray.config.load import save_config
     from specactor_ray.runs.trajectories import lease_interrupted
 
-    monkeypatch.setattr(machine, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
     saved = load_config(None, ["target.dtype=bfloat16", "run.name=r", f"run.dir={tmp_path}"])
     save_config(saved, tmp_path / "r" / "config.yaml")
     (tmp_path / "r" / "trajectories.jsonl.partial").touch()

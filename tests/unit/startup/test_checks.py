@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BartConfig, LlamaConfig
+from transformers import BartConfig, LlamaConfig, MixtralConfig
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, ModelLoadError
+from specactor_ray.core.identity import token_identity
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
-from specactor_ray.models.cache_size import ROW_BYTES, token_bytes
 from specactor_ray.models.loading import load_model_config
-from specactor_ray.rollout import memory, preflight
-from specactor_ray.rollout.preflight import check_drafters_fit_target, export_what_drafters_read, require_named
-from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.models.shapes import ROW_BYTES, token_bytes
+from specactor_ray.startup import resolve as resolution
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, plan_rollout_memory
+from specactor_ray.startup.mode import settle
+from specactor_ray.startup.resolve import (
+    check_draft_models,
+    check_target,
+    export_what_drafters_read,
+    require_named,
+    resolve,
+    start_notes,
+)
+from specactor_ray.target.sizes import reject_cache_below_one_request
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
 
 
+HERE = Machine(16)
+
+
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(resolution, "require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(resolution, "require_engine_arguments", lambda names: None)
 
 
-def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
-    monkeypatch.setattr(preflight, "load_model_config", lambda name, trust_remote_code: model)
-    monkeypatch.setattr(preflight, "require_model", lambda name: None)
-    preflight.check_target(config_with(**target))
+def check(model: Any, /, **target: Any) -> None:
+    config = config_with(**target)
+    check_target(config, model)
+    reject_cache_below_one_request(config.target, config.sampling.max_tokens, model.get_text_config())
 
 
 def config_with(**target: Any) -> Config:
@@ -43,16 +57,11 @@ def config_with(**target: Any) -> Config:
     )
 
 
-def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        preflight, "load_model_config", lambda name, trust_remote_code: LlamaConfig(**LLAMA, vocab_size=9)
-    )
-    monkeypatch.setattr(preflight, "require_model", lambda name: None)
-    config = replace(config_with(), sampling=SamplingParams(stop_token_ids=(8, 0)))
-    preflight.check_target(config)
-    config = replace(config, sampling=SamplingParams(stop_token_ids=(8, 9)))
+def test_stop_ids_are_tokens() -> None:
+    model = LlamaConfig(**LLAMA, vocab_size=9)
+    check_target(replace(config_with(), sampling=SamplingParams(stop_token_ids=(8, 0))), model)
     with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: 9 is no token of m; its largest id is 8\. Fix"):
-        preflight.check_target(config)
+        check_target(replace(config_with(), sampling=SamplingParams(stop_token_ids=(8, 9))), model)
 
 
 @pytest.mark.parametrize(
@@ -68,52 +77,48 @@ def test_stop_ids_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpus": 1, "model": "mixture"}, None),
     ],
 )
-def test_batch_invariance_that_no_kernel_gives_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: dict[str, Any], problem: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8 if "model" in target else 0}))
-    monkeypatch.setattr(preflight, "load_model_config", lambda name, trust_remote_code: LlamaConfig(**LLAMA))
-    monkeypatch.setattr(preflight, "require_model", lambda name: tmp_path)
+def test_batch_invariance_that_no_kernel_gives_is_refused(target: dict[str, Any], problem: str | None) -> None:
+    model = MixtralConfig(**LLAMA) if "model" in target else LlamaConfig(**LLAMA)
     if problem is None:
-        preflight.check_target(config_with(batch_invariant=True, **target))
+        check(model, batch_invariant=True, **target)
         return
     with pytest.raises(ConfigError, match=rf"target\.batch_invariant: .*{problem}.* Fix: set"):
-        preflight.check_target(config_with(batch_invariant=True, **target))
-    preflight.check_target(config_with(**target))
+        check(model, batch_invariant=True, **target)
+    check(model, **target)
 
 
-def test_layers_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_exist_are_refused() -> None:
     model = LlamaConfig(**LLAMA, max_position_embeddings=512)
     last = model.num_hidden_layers - 1
-    check(monkeypatch, model, hidden_layers=[0, last])
+    check(model, hidden_layers=[0, last])
     with pytest.raises(
         ConfigError, match=rf"target\.hidden_layers: {last + 1} is no layer of .* 0 to {last}\. Fix: use"
     ):
-        check(monkeypatch, model, hidden_layers=[0, last + 1])
+        check(model, hidden_layers=[0, last + 1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 12])
-def test_ranks_share_heads_evenly(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_ranks_share_heads_evenly(ranks: int) -> None:
     """Of 12 heads and 4 key/value heads; with more ranks than these, they are copied."""
     model = LlamaConfig(**LLAMA, max_position_embeddings=512)
     if ranks in (1, 2, 4, 12):
-        check(monkeypatch, model, tensor_parallel=ranks)
+        check(model, tensor_parallel=ranks)
         return
     with pytest.raises(ConfigError, match=r"12 attention heads and 4 key/value heads .* use one of 1, 2, 4, 12"):
-        check(monkeypatch, model, tensor_parallel=ranks)
+        check(model, tensor_parallel=ranks)
 
 
 @pytest.mark.parametrize(("backend", "stretched", "fits"), [("vllm", 0, 0), ("vllm", 1, 1), ("hf", 0, 0), ("hf", 1, 0)])
-def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch, backend: str, stretched: int, fits: int) -> None:
+def test_a_context_beyond_the_models(backend: str, stretched: int, fits: int) -> None:
     """vLLM serves stretched positions beyond the context that the model names, `hf` does not."""
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4} if stretched else None
     model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
-    check(monkeypatch, model, max_model_len=512, backend=backend)
+    check(model, max_model_len=512, backend=backend)
     if fits:
-        check(monkeypatch, model, max_model_len=513, backend=backend)
+        check(model, max_model_len=513, backend=backend)
         return
     with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
-        check(monkeypatch, model, max_model_len=513, backend=backend)
+        check(model, max_model_len=513, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -132,56 +137,56 @@ def test_vllm_has_room_for_the_largest_window(overrides: dict[str, Any], key: st
     drafters = [{"method": "ngram", "window": 11}, {"method": "suffix"}]
     target = {"model": str(tiny_target()), "backend": "vllm", "max_batch": 8, **overrides}
     given = {"drafters": drafters, "sampling": {"max_tokens": 8}, "target": target}
-    preflight.require_parts(from_mapping({"mode": "plain", **given}))
+    require_named(from_mapping({"mode": "plain", **given}), HERE)
     if key is None:
-        preflight.require_parts(from_mapping({"mode": "coupled", **given}))
+        require_named(from_mapping({"mode": "coupled", **given}), HERE)
         return
     with pytest.raises(ConfigError, match=r"11 drafts.* Fix: use (19|52) or more, .*window") as error:
-        preflight.require_parts(from_mapping({"mode": "coupled", **given}))
+        require_named(from_mapping({"mode": "coupled", **given}), HERE)
     assert error.value.key == key
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_vllm_has_no_positions_beyond_such_contexts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_vllm_has_no_positions_beyond_such_contexts(kind: str) -> None:
     scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
     if kind == "longrope":
         scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
     model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
-    check(monkeypatch, model, max_model_len=512, backend="vllm")
+    check(model, max_model_len=512, backend="vllm")
     with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
-        check(monkeypatch, model, max_model_len=513, backend="vllm")
+        check(model, max_model_len=513, backend="vllm")
 
 
-def test_models_that_do_not_only_decode_or_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_that_do_not_only_decode_or_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
-        preflight.check_target(config_with(model="/nowhere"))
+        resolve(config_with(model="/nowhere"), HERE)
     with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
         export_what_drafters_read(config(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="encoder-decoder"):
-        check(monkeypatch, BartConfig())
+        check(BartConfig())
 
 
-def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_holds_no_whole_request() -> None:
     """A token takes 4 layers x 2 x 4 heads x 8 numbers x 4 bytes = 1 KiB; blocks hold 128, and one stays empty. With
     `hf` a head takes 64 bytes."""
     model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
-    check(monkeypatch, model, kv_cache_gb=(4096 + 128) / 2**20)
-    check(monkeypatch, model, kv_cache_gb=(1024 + 128) / 2**20, max_model_len=1000)
+    check(model, kv_cache_gb=(4096 + 128) / 2**20)
+    check(model, kv_cache_gb=(1024 + 128) / 2**20, max_model_len=1000)
     with pytest.raises(ConfigError, match=r"holds 896 tokens of m in blocks of 128.*may have 4096") as error:
-        check(monkeypatch, model, kv_cache_gb=1100 / 2**20)
+        check(model, kv_cache_gb=1100 / 2**20)
     assert error.value.key == "target.kv_cache_gb"
     assert "use 0.005 or more" in error.value.fix and "target.max_model_len=896" in error.value.fix
-    check(monkeypatch, model, kv_cache_gb=1100 / 2**20, max_model_len=896)
+    check(model, kv_cache_gb=1100 / 2**20, max_model_len=896)
     with pytest.raises(ConfigError, match="holds 0 tokens") as error:
-        check(monkeypatch, model, kv_cache_gb=200 / 2**20)
+        check(model, kv_cache_gb=200 / 2**20)
     assert "max_model_len" not in error.value.fix
-    check(monkeypatch, model, backend="hf", kv_cache_gb=288 / 2**20)
-    check(monkeypatch, model, backend="hf", kv_cache_gb=32 / 2**20, max_model_len=16)
+    check(model, backend="hf", kv_cache_gb=288 / 2**20)
+    check(model, backend="hf", kv_cache_gb=32 / 2**20, max_model_len=16)
     with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129") as error:
-        check(monkeypatch, model, backend="hf", kv_cache_gb=287 / 2**20)
+        check(model, backend="hf", kv_cache_gb=287 / 2**20)
     assert error.value.fix.endswith("or more, or sampling.max_tokens=127.")
     with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 128") as error:
-        check(monkeypatch, model, kv_cache_gb=300 / 2**20)
+        check(model, kv_cache_gb=300 / 2**20)
     assert error.value.fix.endswith("or sampling.max_tokens=127 and target.max_model_len=128."), (
         "a context of 128 leaves no room for outputs of 128"
     )
@@ -194,50 +199,50 @@ def test_a_drafters_cache_holds_a_page(mode: str, page: int) -> None:
         return from_mapping({"mode": mode, "target": {"model": str(tiny_target())}, "drafters": [drafter]})
 
     with pytest.raises(ConfigError, match=r"drafters\.0\.kv_cache_gb: 1e-07 holds no page") as error:
-        check_drafters_fit_target(config(1e-7))
+        check_draft_models(config(1e-7), 512)
     least = float(error.value.fix.split()[1])
-    check_drafters_fit_target(config(least))
+    check_draft_models(config(least), 512)
+    with pytest.raises(ConfigError, match=r"drafters\.0\.model: .* a vocabulary of 512 tokens, the target .* of 511\."):
+        check_draft_models(config(least), 511)
     shape = load_model_config(str(tiny_draft()))
     bytes_ = page * token_bytes(shape, 4, row=ROW_BYTES)
     assert bytes_ <= least * 2**30 < bytes_ + 2**11
 
 
-def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_that_of_each_rank() -> None:
     """Two ranks hold half of the key/value heads each: 512 bytes a token."""
     model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
     half = (4096 + 128) / 2**21
-    check(monkeypatch, model, kv_cache_gb=half, tensor_parallel=2)
+    check(model, kv_cache_gb=half, tensor_parallel=2)
     with pytest.raises(ConfigError, match="holds 2048 tokens"):
-        check(monkeypatch, model, kv_cache_gb=(2048 + 128) / 2**20)
+        check(model, kv_cache_gb=(2048 + 128) / 2**20)
     plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
-    one, two = (memory.plan_rollout_memory(plan)[0].num_bytes for plan in plans)
-    assert two - one == pytest.approx(2**30 + 2 * memory.PROCESS_BYTES)
+    one, two = (plan_rollout_memory(plan)[0].num_bytes for plan in plans)
+    assert two - one == pytest.approx(2**30 + 2 * PROCESS_BYTES)
 
 
-def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_too_little_memory_is_told_before_anything_starts() -> None:
     config = from_mapping(
         {
             "mode": "decoupled",
-            "target": {"model": str(tiny_target()), "kv_cache_gb": 8, "replicas": 2},
+            "target": {"model": str(tiny_target()), "dtype": "float32", "kv_cache_gb": 8, "replicas": 2},
             "drafters": [{"method": "ngram", "replicas": 3, "hosted": False}, {"method": "suffix", "replicas": 3}],
             "cluster": {"pin_cores": False, "num_cpus": 5},
         }
     )
-    plan = {item.what: item.num_bytes for item in memory.plan_rollout_memory(config)}
-    assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * memory.PROCESS_BYTES
-    assert plan["2 x suffix"] < memory.PROCESS_BYTES
-    monkeypatch.setattr(memory, "available_bytes", lambda: 4.0 * 2**30)
+    plan = {item.what: item.num_bytes for item in plan_rollout_memory(config)}
+    assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * PROCESS_BYTES
+    assert plan["2 x suffix"] < PROCESS_BYTES
     with pytest.raises(
         ConfigError, match=r"needs about 1[78]\.\d\d GiB \(verifiers, .*\), and 4\.00 GiB are free"
     ) as error:
-        Rollout(config)
+        resolve(config, Machine(2, free_bytes=4.0 * 2**30))
     assert "target.kv_cache_gb" in error.value.fix
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2.0**20)
-    config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
+    small = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
     with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 128 tokens"):
-        Rollout(config)
+        resolve(small, Machine(2, free_bytes=2.0**20))
     config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
-    memory.require_memory(config)
+    check_memory(config, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +259,9 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
 )
 def test_idle_cores_and_a_start_that_compiles_are_announced(overrides: dict[str, Any], note: str) -> None:
     settings = {"cluster": {"num_cpus": 16}, **overrides}
-    notes = preflight.start_notes(from_mapping(settings))
-    found = [note for note in notes if note != preflight.identity_of(from_mapping(settings)).line]
+    config, _ = settle(from_mapping(settings), HERE, None)
+    identity = token_identity("cpu", "float32", False)
+    found = [note for note in start_notes(config, HERE, identity) if note != identity.line]
     assert len(found) == bool(note) and note in "".join(found)
 
 
@@ -277,13 +283,14 @@ def head(tmp_path: Path) -> Path:
 
 def test_a_head_and_a_model_are_not_taken_for_each_other(head: Path) -> None:
     model = r"drafters\.1\.model: .*no draft_vocab_size.* Fix: .*method: draft_model"
-    for check in (require_named, export_what_drafters_read):
-        with pytest.raises(ModelLoadError, match=model):
-            check(config(tiny_draft()))
+    with pytest.raises(ModelLoadError, match=model):
+        require_named(config(tiny_draft()), HERE)
+    with pytest.raises(ModelLoadError, match=model):
+        export_what_drafters_read(config(tiny_draft()))
     settings = config(head)
     settings.drafters[1].method = "draft_model"
     with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: .* holds an EAGLE head.* method: eagle"):
-        require_named(settings)
+        require_named(settings, HERE)
     settings.target.model = str(head)
     with pytest.raises(ModelLoadError, match=r"target\.model: .* holds an EAGLE head"):
-        require_named(settings)
+        require_named(settings, HERE)

@@ -21,18 +21,12 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import write_json
 from specactor_ray.plan.costs import load_costs
 from specactor_ray.plan.search import ALL_MODES
-from specactor_ray.rollout import planning
-from specactor_ray.rollout.planning import (
-    apply_plan,
-    as_decoupled,
-    make_plan,
-    requests_of,
-    resolve,
-    resolve_by_profile,
-    usable_costs,
-)
+from specactor_ray.startup import machine as machines
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.mode import apply_plan, as_decoupled, make_plan, plan_config, settle_auto
 
 TARGET = "big"
+HERE = Machine(2)
 STANDING = {"method": "ngram", "positions": "0-63", "drafted": 100.0, "acceptance": 0.85, "token_s": 0.0, "tgs": 50.0}
 
 
@@ -77,7 +71,7 @@ def on(file: Path) -> list[str]:
 
 def devices_of(config: Config) -> int:
     """Cores."""
-    return planning.devices_of(config).cores
+    return machines.devices_of(config).cores
 
 
 @pytest.mark.parametrize(
@@ -107,27 +101,28 @@ def test_costs_that_cannot_be_used_end_a_start(
         change(data["costs"])
         file.write_text(json.dumps(data))
     config = auto(file, *overrides)
-    for use in (resolve, lambda config: usable_costs(as_decoupled(config))):
+    for use in (settle_auto, plan_config):
         with pytest.raises(ConfigError, match=f"profile: .*{words}"):
-            use(config)
+            use(config, HERE)
 
 
 class TestResolve:
     def test_an_explicit_mode_is_kept(self, file: Path) -> None:
         config = auto(file, "mode=plain")
-        assert resolve_by_profile(config) == (config, [])
+        settled, lines = settle_auto(config, HERE)
+        assert settled.mode is ModeName.plain and not lines
 
     def test_the_best_candidate_becomes_the_configuration(self, file: Path) -> None:
         config = auto(file, "target.dtype=auto")
         data = json.loads(file.read_text())
-        data["costs"]["target"]["dtype"] = as_decoupled(config).target.dtype
+        data["costs"]["target"]["dtype"] = as_decoupled(config, HERE).target.dtype
         file.write_text(json.dumps(data))
         before = copy.deepcopy(config)
-        resolved, lines = resolve(config)
+        resolved, lines = settle_auto(config, HERE)
         assert config == before
-        assert resolve(resolved) == (resolved, [])
+        assert settle_auto(resolved, HERE) == (resolved, [])
         assert resolved.mode is not ModeName.plain and resolved.speculation.window
-        assert devices_of(resolved) <= 2 and requests_of(resolved) >= 8
+        assert devices_of(resolved) <= 2 and resolved.target.replicas * resolved.target.max_batch >= 8
         plan, dtype = lines[-2:]
         assert plan.startswith(f"plan: {resolved.mode.value} ngram") and ", plain " in plan
         assert dtype == f"target.dtype: {resolved.target.dtype}"
@@ -135,26 +130,26 @@ class TestResolve:
     def test_drafts_that_are_never_right_give_plain_decoding(self, file: Path, data: dict[str, Any]) -> None:
         data["costs"]["ladder"][0]["acceptance"] = 0.0
         file.write_text(json.dumps(data))
-        resolved, lines = resolve_by_profile(auto(file))
+        resolved, lines = settle_auto(auto(file), HERE)
         assert resolved.mode is ModeName.plain and "plain" in lines[-1]
 
     def test_only_the_asked_modes(self, file: Path) -> None:
-        resolved, _ = resolve_by_profile(auto(file), [ModeName.decoupled])
+        resolved, _ = plan_config(auto(file), HERE, [ModeName.decoupled])
         assert resolved.mode is ModeName.decoupled
         drafter = resolved.drafters[0]
         assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
 
     def test_the_trainer_keeps_its_cores(self, file: Path) -> None:
-        resolved, _ = resolve_by_profile(auto(file, "trainer.cores=1"))
-        assert planning.devices_of(resolved, trains=True).cores == 2
+        resolved, _ = plan_config(auto(file, "trainer.cores=1"), HERE)
+        assert machines.devices_of(resolved, trains=True).cores == 2
 
     def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
         overrides = ["cluster.address=auto", "cluster.num_cpus=null", "target.replicas=3"]
         config = auto(file, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
-        assert devices_of(as_decoupled(config)) == 6
-        resolved, _ = resolve_by_profile(config, [ModeName.decoupled])
+        assert devices_of(as_decoupled(config, HERE)) == 6
+        resolved, _ = plan_config(config, HERE, [ModeName.decoupled])
         assert devices_of(resolved) == 6
 
     @pytest.mark.parametrize(
@@ -171,17 +166,17 @@ class TestResolve:
         data["costs"]["drafters"]["eagle"] = {"model": "head", "seconds": {}}
         data["costs"]["ladder"].append({**STANDING, "method": "eagle"})
         file.write_text(json.dumps(data))
-        resolved, lines = resolve_by_profile(auto(file, f"drafters=[{drafter}]"))
-        assert resolved.mode is ModeName.plain and lines[0] == reason
+        resolved, plan = plan_config(auto(file, f"drafters=[{drafter}]"), HERE)
+        assert resolved.mode is ModeName.plain and plan.notes[0] == reason
 
     def test_a_method_without_draft_actors_may_get_some(self, file: Path) -> None:
-        assert resolve_by_profile(auto(file, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
+        assert plan_config(auto(file, "drafters.0.replicas=0"), HERE)[0].drafters[0].replicas > 0
 
     def test_lookups_find_no_more_than_in_that_run(self, file: Path, data: dict[str, Any]) -> None:
-        often = make_plan(as_decoupled(auto(file)), load_costs(file), [ModeName.coupled]).chosen
+        often = make_plan(as_decoupled(auto(file), HERE), load_costs(file), HERE, [ModeName.coupled]).chosen
         data["costs"]["supply"] = 0.1
         file.write_text(json.dumps(data))
-        rarely = make_plan(as_decoupled(auto(file)), load_costs(file), [ModeName.coupled]).chosen
+        rarely = make_plan(as_decoupled(auto(file), HERE), load_costs(file), HERE, [ModeName.coupled]).chosen
         assert rarely.tokens_per_s < 0.6 * often.tokens_per_s
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
@@ -197,8 +192,9 @@ class TestResolve:
             config.target.max_batch, config.cluster.num_cpus = batch, devices
             modes = ALL_MODES if mode is None else [mode]
             assume(mode is not ModeName.decoupled or devices > 1)
-            plan = make_plan(config, replace(costs, acceptance={"ngram": p}), modes)
-            resolved = apply_plan(config, plan)
+            plan = make_plan(config, replace(costs, acceptance={"ngram": p}), HERE, modes)
+            resolved = copy.deepcopy(config)
+            apply_plan(resolved, plan)
             validate(resolved)
             assert devices_of(resolved) <= devices
             assert resolved.mode is plan.chosen.mode and resolved.target.max_batch == plan.chosen.batch
@@ -251,7 +247,7 @@ class TestCommand:
     ) -> None:
         file.write_text(file.read_text()[:-40])
         (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = [*on(file), f"target.model={tiny_model_dir}", f"data.path={tmp_path}/p.jsonl"]
+        known = [*on(file), f"target.model={tiny_model_dir}", f"data.path={tmp_path}/p.jsonl", "data.n=2"]
         for command in (["rollout"], ["train"], ["bench", "rollout"]):
             code, _, err = self.run(capsys, *command, *known, f"run.dir={tmp_path}/runs")
             assert code == 2 and "is truncated or damaged" in err

@@ -1,0 +1,1 @@
+"""From a loaded configuration to one that is settled and checked, before anything starts."""

@@ -1,0 +1,126 @@
+"""Sizes of caches in place of `auto`, and whether verifiers and drafters fit their devices. Sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specactor_ray.config.methods import DrafterSpec, placed_drafters
+from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.core.device import device_bytes
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.draft.proposer import footprint
+from specactor_ray.models.shapes import GIB, ITEM_BYTES, count_parameters
+from specactor_ray.startup.machine import Machine
+from specactor_ray.target.sizes import (
+    cache_bytes,
+    gib,
+    require_room_on_gpu,
+    room_on_cpu,
+    room_on_gpu,
+    states_beside_the_cache,
+    usable_bytes,
+)
+
+PROCESS_BYTES = 0.35 * 2**30
+"""Memory of Python, torch and Ray in one process."""
+_FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One line of the memory plan."""
+
+    owner: str
+    what: str
+    num_bytes: float
+
+
+# ---- caches ----
+
+
+def settle_caches(config: Config, machine: Machine) -> None:
+    """Set `kv_cache_gb` of target and drafters, where it is not set and their device is known here: a GPU of another
+    cluster is known on its node only (`target_on_node`, `drafter_on_node`).
+
+    Raises:
+        ConfigError: A GPU cannot hold the target's model, or cannot hold it beside the configured cache; or cannot hold
+            that of a draft actor.
+    """
+    target, gpu, hosted = config.target, None, 0.0
+    if machine.hosts(config.cluster) and machine.gpu_bytes:
+        gpu = min(machine.gpu_bytes)
+    for drafter, one in zip(config.drafters, placed_drafters(config), strict=False):  # mode plain uses none
+        spec = one.spec
+        if not spec.model or (one.on_gpu and gpu is None):
+            continue
+        cache, held = footprint(spec, target, gpu if one.on_gpu else None)
+        drafter.kv_cache_gb = cache / GIB
+        if one.hosted:
+            hosted += held * (spec.replicas > 0)
+        elif one.on_gpu and gpu is not None and held > usable_bytes(gpu):
+            problem = f"{spec.model} with its cache and graphs takes {gib(held)}; a GPU has {gib(gpu)}."
+            fix = "use a smaller kv_cache_gb or max_batch of the drafter, or another model."
+            raise ConfigError(f"{one.key}.gpus", problem, fix)
+    if not target.gpus:
+        free = machine.free_bytes if _judged(config) else float("inf")
+        target.kv_cache_gb = cache_bytes(target, room_on_cpu(target, free)) / GIB
+    elif gpu is not None:
+        target.kv_cache_gb = cache_bytes(target, require_room_on_gpu(target, gpu, hosted)) / GIB
+
+
+def target_on_node(target: TargetConfig, hosted: Sequence[DrafterSpec]) -> TargetConfig:
+    """The section of a verifier, with a cache by the GPU of this node if it is not settled yet. `hosted`: drafters in
+    the same process."""
+    if target.kv_cache_gb is not None or not target.gpus:
+        return target
+    total = device_bytes()
+    room = room_on_gpu(target, total, sum(footprint(one, target, total)[1] for one in hosted))
+    return replace(target, kv_cache_gb=cache_bytes(target, room) / GIB)
+
+
+def drafter_on_node(drafter: DrafterSpec, target: TargetConfig, device: str) -> DrafterSpec:
+    """The record of a drafter, with a cache by the GPU of this node if it is not settled yet."""
+    if drafter.kv_cache_gb is not None or not drafter.model:
+        return drafter
+    cache, _ = footprint(drafter, target, None if device == "cpu" else device_bytes())
+    return replace(drafter, kv_cache_gb=cache / GIB)
+
+
+# ---- plans ----
+
+
+def plan_rollout_memory(config: Config) -> list[MemoryItem]:
+    """Peak memory of verifiers and draft actors of a configuration with settled caches."""
+    target = config.target
+    size, _ = count_parameters(target.model, target.trust_remote_code)
+    ranks, cache = target.tensor_parallel, (target.kv_cache_gb or 0.0) * GIB
+    processes = 1 if ranks == 1 else 1 + ranks
+    verifier = size * ITEM_BYTES[target.dtype] + ranks * cache + processes * PROCESS_BYTES
+    verifier += states_beside_the_cache(target, cache)
+    plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
+    for _, spec, hosted, _ in placed_drafters(config):
+        owner, number, process = (
+            ("verifiers", target.replicas, 0.0) if hosted else ("draft actors", spec.replicas, PROCESS_BYTES)
+        )
+        if spec.replicas:
+            held = footprint(spec, target, None)[1] + process
+            plan.append(MemoryItem(owner, f"{number} x {spec.method}", number * held))
+    return plan
+
+
+def check_memory(config: Config, free: float, plan: Sequence[MemoryItem] | None = None, fix: str = _FIXES) -> None:
+    """Refuse a run on this machine's CPU if its plan (default: of a rollout) needs more than the `free` bytes, with a
+    ConfigError that has the numbers and the fix."""
+    if not _judged(config):
+        return
+    plan = plan_rollout_memory(config) if plan is None else plan
+    if (total := sum(item.num_bytes for item in plan)) > free:
+        items = "; ".join(f"{item.owner}, {item.what}: {gib(item.num_bytes)}" for item in plan)
+        problem = f"the run needs about {gib(total)} ({items}), and {gib(free)} are free."
+        raise ConfigError("memory", problem, fix)
+
+
+def _judged(config: Config) -> bool:
+    """Whether the memory can be checked here, which excludes other machines and GPUs."""
+    return not (config.target.gpus or config.trainer.gpus) and config.cluster.address == "local"

@@ -1,0 +1,201 @@
+"""`auto` by the devices, or with `profile` by the costs of an earlier run: the mode, data types, cores, GPUs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specactor_ray.cluster.cores import draft_cores
+from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
+from specactor_ray.config.rules import validate
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.plan.costs import Costs, usable_costs
+from specactor_ray.plan.search import ALL_MODES, Plan, search_plan, usable_methods
+from specactor_ray.startup.machine import Devices, Machine, devices_of, trainer_cores
+
+_GPU_CORES = 4
+"""Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
+DEFAULT_METHOD = "suffix"
+"""Draft method of `mode: auto` if none is configured: it needs no model and costs almost nothing."""
+
+
+def settle(config: Config, machine: Machine, there: Devices | None) -> tuple[Config, list[str]]:
+    """A copy of a valid configuration with mode, data types and cores in place of `auto`, and a line for each choice.
+
+    `mode: auto` becomes coupled or decoupled; never plain, since both decide at every step whether drafting pays
+    (`verify/policy.py`).
+
+    - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
+      `specactor scale` may raise): decoupled.
+    - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
+    - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
+      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
+
+    Args:
+        there: Devices of the cluster of the run; None if unknown: then draft actors beside verifiers on GPUs are
+            assumed to fit, and verifiers on CPUs get no more cores.
+
+    Raises:
+        ConfigError: The chosen mode contradicts another key.
+    """
+    config, lines = copy.deepcopy(config), list[str]()
+    target, asked = config.target, config.target.dtype
+    target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend)
+    if target.cores is None:
+        target.cores = _GPU_CORES + target.tensor_parallel
+        if there is not None:
+            others = draft_cores(acting_drafters(config)) + trainer_cores(config.trainer)
+            target.cores = max(1, min(target.cores, (there.cores - others) // target.replicas))
+    if config.mode is ModeName.auto:
+        lines.append(_choose_mode(config, there))
+        validate(config)
+    for drafter in config.drafters:
+        on_gpu = (target.gpus if config.mode is ModeName.coupled else drafter.gpus) > 0
+        drafter.dtype = machine.fitting_dtype(drafter.dtype, on_gpu)
+    if target.dtype != asked:
+        lines.append(f"target.dtype: {target.dtype}")
+    return config, lines
+
+
+def as_decoupled(config: Config, machine: Machine) -> Config:
+    """A copy in which `mode: auto` is `decoupled`, the layout as written, where modes are planned or measured side by
+    side. A ConfigError states why that is not possible."""
+    if config.mode is ModeName.auto:
+        config = copy.deepcopy(config)
+        config.drafters = config.drafters or [DrafterConfig(DEFAULT_METHOD)]
+        config.mode = ModeName.decoupled
+        validate(config)
+    return settle(config, machine, machine.devices(config.cluster))[0]
+
+
+def _choose_mode(config: Config, there: Devices | None) -> str:
+    """Set the mode, and the devices that follow from it. Returns the choice in words."""
+    target, written = config.target, bool(config.drafters)
+    config.drafters = config.drafters or [DrafterConfig(DEFAULT_METHOD)]
+    given = _give_gpus(config, there)
+    config.mode, reason = _mode_of(config, there)
+    line = f"mode: {config.mode.value} ({reason})" + "".join(f", {key}=1" for key in given)
+    if config.mode is ModeName.coupled and not target.gpus and there is not None:
+        more = _spare_cores(config, there)
+        target.cores += more
+        line += f", target.cores={target.cores}" if more else ""
+    return line if written else f"{line}, drafters: {DEFAULT_METHOD}, as none is configured"
+
+
+def _models_on_cores(config: Config) -> list[int]:
+    """Indices of the draft models that would draft on CPU cores for a target on GPUs."""
+    return [
+        number
+        for number, drafter in enumerate(config.drafters if config.target.gpus else ())
+        if drafter.replicas and not drafter.gpus and not traits(drafter.method, f"drafters.{number}.method").looks_up
+    ]
+
+
+def _give_gpus(config: Config, there: Devices | None) -> list[str]:
+    """Give a GPU to each draft model that would have none, if there is room for all of them. Returns the keys set."""
+    numbers = _models_on_cores(config)
+    if there is None or not numbers:
+        return []
+    for number in numbers:
+        config.drafters[number].gpus = 1
+    if devices_of(config, trains=True).fit(there):
+        return [f"drafters.{number}.gpus" for number in numbers]
+    for number in numbers:
+        config.drafters[number].gpus = 0
+    return []
+
+
+def _mode_of(config: Config, there: Devices | None) -> tuple[ModeName, str]:
+    """Mode, and the reason for it."""
+    for index, drafter in enumerate(config.drafters):
+        if drafter.hosted is False:
+            return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
+        if drafter.gpus and drafter.replicas and not config.target.gpus:
+            return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
+    if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
+        return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
+    if not config.target.gpus:
+        return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
+    if numbers := _models_on_cores(config):
+        return ModeName.coupled, f"no GPU for drafters.{numbers[0]}, so verifiers run it on theirs; set its gpus to 1"
+    if not acting_drafters(config):
+        return ModeName.coupled, "verifiers host all drafters"
+    if there is None:
+        return ModeName.decoupled, "draft actors on devices of their own"
+    needed = devices_of(config, trains=True)
+    if needed.fit(there):
+        return ModeName.decoupled, "there is room for draft actors beside the verifiers"
+    wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{there.gpus} and {there.cores}"
+    return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
+
+
+def _spare_cores(config: Config, there: Devices) -> int:
+    """Cores that each verifier gets from those configured for draft actors; its ranks share them evenly."""
+    target = config.target
+    room = (there.cores - trainer_cores(config.trainer)) // target.replicas - target.cores
+    more = max(0, min(draft_cores(config.drafters) // target.replicas, room))
+    return more - more % target.tensor_parallel
+
+
+# ---- by the costs of an earlier run ----
+
+
+def settle_auto(config: Config, machine: Machine) -> tuple[Config, list[str]]:
+    """As `settle`; with a `profile` `mode: auto` is resolved by `plan_config`."""
+    if config.mode is not ModeName.auto or config.profile is None:
+        return settle(config, machine, machine.devices(config.cluster))
+    planned, plan = plan_config(config, machine)
+    dtype = planned.target.dtype
+    return planned, [*plan.lines(), *([f"target.dtype: {dtype}"] if dtype != config.target.dtype else [])]
+
+
+def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, Plan]:
+    """The configuration of the fastest of these modes by the costs in `profile`, and the plan.
+
+    Raises:
+        ConfigError: `profile` is not set, is damaged, has not enough figures, or they are those of another target.
+        InputError: No layout fits.
+    """
+    config = as_decoupled(config, machine)
+    plan = make_plan(config, usable_costs(config.profile, config.target), machine, modes)
+    apply_plan(config, plan)
+    validate(config)
+    return config, plan
+
+
+def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
+    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster beside the
+    trainer's, or those that the configuration needs on another one. InputError if no layout fits."""
+    specs = drafter_specs(replace(config, mode=ModeName.decoupled))
+    methods, unusable = usable_methods(costs, specs, config.target.gpus > 0)
+    there, trainer = machine.devices(config.cluster) or devices_of(config, trains=True), config.trainer
+    on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(trainer)
+    devices, requests = on_gpus if config.target.gpus else on_cores, config.target.replicas * config.target.max_batch
+    plan = search_plan(costs.verify, methods, devices=devices, requests=requests, modes=modes)
+    return replace(plan, notes=(*unusable, *plan.notes))
+
+
+def apply_plan(config: Config, plan: Plan) -> None:
+    """Set a plan's choice. The caches of all verifiers on CPUs together keep their size. Unless plain, the chosen
+    method alone remains, and its window moves to `speculation.window`."""
+    chosen, target = plan.chosen, config.target
+    config.mode = chosen.mode
+    if target.kv_cache_gb and not target.gpus:
+        target.kv_cache_gb *= target.replicas / chosen.verifiers
+    target.replicas, target.max_batch = chosen.verifiers, chosen.batch
+    target.max_step_tokens = max(target.max_step_tokens, chosen.batch + chosen.window)
+    if not target.gpus:
+        target.cores = chosen.verify_devices
+    if chosen.method is None:
+        return
+    config.drafters = [drafter for drafter in config.drafters if drafter.method == chosen.method]
+    drafter = config.drafters[0]
+    drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
+    most = -(-plan.batch // drafter.replicas)
+    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
+    if chosen.mode is ModeName.decoupled:
+        drafter.hosted = False if chosen.draft_devices else None
+        if not drafter.gpus:
+            drafter.cores = max(chosen.draft_devices, 1)
+    config.speculation.window = chosen.window
