@@ -13,7 +13,7 @@ import numpy as np
 from specactor_ray.core.ragged import grow
 from specactor_ray.draft.chains import BranchTable
 from specactor_ray.draft.proposer import Failures, Proposer
-from specactor_ray.table._kernels import UNCHANGED
+from specactor_ray.table._kernels import UNCHANGED, moves
 from specactor_ray.table.view import TableView
 from specactor_ray.transport.messages import FinishedOutput
 
@@ -81,12 +81,9 @@ class BatchProposer(Proposer):
         if self._fitted != (sizes := (len(table.generation), view.window)):
             self._fit(sizes[0])
             self._fitted = sizes
-        generations = np.zeros_like(self._generations)
-        generations[rows] = table.generation[rows]
-        for row in np.flatnonzero((self._generations != 0) & (self._generations != generations)).tolist():
+        gone, moved, new = moves(self._generations, self._known, rows, table.generation, table.lengths)
+        for row in gone.tolist():
             self._close(row)
-        is_new = self._generations[rows] == 0
-        moved = rows[~is_new & (table.lengths[rows] > self._known[rows])]
         if len(moved):
             if self.branches.most:
                 befores = self._known[moved], self._ends[moved]
@@ -96,7 +93,7 @@ class BatchProposer(Proposer):
             self._advance(moved, np.minimum(view.take_kept(moved), self._ends[moved]))
             for row in moved[self._waiting[moved]].tolist() if self._places else ():
                 self._admit_late(row)
-        for row in rows[is_new].tolist():
+        for row in new.tolist():
             self._open(row)
 
     def _open(self, row: int) -> None:

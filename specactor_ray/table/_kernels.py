@@ -222,6 +222,28 @@ def token_at(texts: Any, row: Any, at: Any) -> Any:
 
 
 @_jit
+def moves(known_generations: Any, known_lengths: Any, rows: Any, generations: Any, lengths: Any) -> Any:
+    """Rows whose known request has left; of `rows`, those with more tokens than known, and those with a new request."""
+    mine, gone = np.zeros(len(known_generations), np.bool_), np.empty(len(known_generations), np.int32)
+    moved, new = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
+    counts = np.zeros(3, np.int64)
+    for row in rows:
+        if known_generations[row] != generations[row]:
+            new[counts[2]] = row
+            counts[2] += 1
+        else:
+            mine[row] = True
+            if lengths[row] > known_lengths[row]:
+                moved[counts[1]] = row
+                counts[1] += 1
+    for row in range(len(known_generations)):
+        if known_generations[row] != 0 and not mine[row]:
+            gone[counts[0]] = row
+            counts[0] += 1
+    return gone[: counts[0]].copy(), moved[: counts[1]].copy(), new[: counts[2]].copy()
+
+
+@_jit
 def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
     """Index of the first token of `line[begin:stop]` that differs from `tokens`, which belong at `start`; or `stop`."""
     for at in range(begin, stop):
@@ -276,7 +298,7 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
     counts[0] += len(rows)  # in the order of `COUNTS`
     counts[1] += commits.sum()
     for i in range(len(rows)):
-        row, fresh, part = rows[i], commits[i], bucket[i]
+        row = rows[i]
         if seats[i] != FREE:
             counts[2] += length[seats[i], row, 0]
             counts[3] += length[seats[i], row, 0] > 0
@@ -285,19 +307,23 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
             for k in range(min(drafted[i], window)):
                 reached[0, k] += 1
                 reached[1, k] += k < accepted[i]
-        start = table.lengths[row] - fresh
-        for seat in range(len(method)):
-            if not table.assigned[seat, row]:
+    for seat in range(len(method)):
+        kind, assigned, of_kind = method[seat], table.assigned[seat], evidence[:, method[seat]]
+        tails, tail, kept, judged = length[seat], table.tail[seat], table.kept[seat], table.judged[seat]
+        for i in range(len(rows)):
+            row, fresh = rows[i], commits[i]
+            if not assigned[row]:
                 continue
-            mine = length[seat], table.tail[seat], table.kept[seat], table.judged[seat]
-            had, right, rescued = _settle(row, start, fresh, table.lines[row], *mine)
+            had, right, rescued = _settle(
+                row, table.lengths[row] - fresh, fresh, table.lines[row], tails, tail, kept, judged
+            )
             counts[RESCUED] += rescued
             if had > 0:
-                kind, tested = method[seat], min(had, fresh)
+                tested = min(had, fresh)
                 tried = min(right + 1, tested)
-                _observe(evidence[:, kind, row], right, tried, ROW_TRIES)
+                _observe(of_kind[:, row], right, tried, ROW_TRIES)
                 fresh_of[i, kind] = True
-                sums[0, kind, part] += right
-                sums[1, kind, part] += tried
+                sums[0, kind, bucket[i]] += right
+                sums[1, kind, bucket[i]] += tried
                 counts[REFUTED] += right < tested
     _remember(rows, fresh_of, sums, evidence, ranges, methods)

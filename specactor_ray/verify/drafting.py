@@ -18,7 +18,7 @@ from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.runner import DraftRunner
-from specactor_ray.table._kernels import Committed
+from specactor_ray.table._kernels import Committed, moves
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.table.view import TableView
@@ -280,8 +280,10 @@ class Drafting:
 
     def take_messages(self) -> None:
         """Process the messages of drafters that arrived since the last call."""
+        if not (batches := self.inbox.drain()):
+            return
         seats = {seat.drafter_id: seat for seat in self._remote}
-        for batch in self.inbox.drain():
+        for batch in batches:
             if batch.drafter_id in seats:
                 self._take(seats[batch.drafter_id], batch)
 
@@ -374,5 +376,6 @@ def warm_up() -> None:
     acceptance.commit(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
     table.unsent(0, rows)
     table.publish(0, rows)
+    moves(zero, zero, rows, table.generation, table.lengths)
     table.tails(0, rows)
     table.follow(rows, zero, zero, zero[:0])
