@@ -192,9 +192,9 @@ class DrafterConfig:
     derived from `specactor_ray.draft.rows.RowProposer` and created with this section as its only argument
     (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
-    """Whether every verifier runs the method itself, without messages and extra cores; else it has draft actors.
-    Default: lookups are hosted, models in mode `coupled` alone, which hosts all. `false` gives a lookup draft actors in
-    `decoupled`, and `mode: auto` is then `decoupled`."""
+    """Run the drafter inside each verifier, without messages and extra cores; else in draft actors. Default: true for
+    lookups, and for all drafters in mode `coupled`. `false` gives a lookup its own draft actors, and `mode: auto` is
+    then `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 turns the method off."""
     cores: float = 1.0

@@ -64,7 +64,9 @@ METRICS: Mapping[str, Metric] = {
     "specactor_drafter_alarm": Metric("1 while none of a drafter's last 200 draft tokens or more was right.", _METHOD),
     "specactor_drafter_weight_version": Metric("Version of a drafter's weights.", _METHOD),
     "specactor_drafter_open_requests": Metric("Requests that a drafter drafts for.", _METHOD),
-    "specactor_drafter_token_seconds": Metric("Seconds of a draft token of every request of a drafter.", _METHOD),
+    "specactor_drafter_token_seconds": Metric(
+        "Seconds to draft one token for all open requests of a drafter.", _METHOD
+    ),
     # all actors
     "specactor_step_age_seconds": Metric("Seconds since the step under way began; 0 between two steps.", _ACTOR),
     # the controller

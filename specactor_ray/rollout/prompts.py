@@ -27,7 +27,7 @@ Prompt = str | list[dict[str, Any]] | list[int]
 Row = Mapping[str, Any]
 """A prompt under `prompt`, `messages` or `prompt_token_ids`, with other columns, such as `answer` and `id`."""
 Encoded = tuple[tuple[int, ...], str]
-"""Token ids of a prompt and an empty text; or no ids, and the reason."""
+"""Token ids and error; the error is empty on success."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
 _TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 Message = dict[str, Any]

@@ -66,9 +66,12 @@ class ServerMetrics:
         self._service, self._registry = service, CollectorRegistry()
         histogram = partial(Histogram, registry=self._registry, buckets=_SECONDS)
         self._requests = Counter("specactor_requests", "HTTP requests.", ["path", "status"], registry=self._registry)
-        self._first = histogram("specactor_time_to_first_token_seconds", "Of streams.")
+        self._first = histogram(
+            "specactor_time_to_first_token_seconds", "Time to first token of streamed requests, in seconds."
+        )
         self._between = histogram(
-            "specactor_time_between_tokens_seconds", "Of streams; tokens that come together share their time."
+            "specactor_time_between_tokens_seconds",
+            "Time per token after the first of streamed requests; tokens that come together share it.",
         )
         self._duration = histogram("specactor_request_seconds", "From request to answer.", ["path"])
         paused = Gauge("specactor_paused", "Whether the server is paused.", registry=self._registry)

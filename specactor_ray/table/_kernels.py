@@ -77,9 +77,9 @@ def unsent(rows: Any, sent: Any, prompts: Any, lengths: Any, lines: Any) -> Any:
 
 @_jit
 def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
-    """See `RequestTable.take`. Of the tails of a request, those that agree with the committed tokens and reach past
-    them are kept, in order. All are dropped if they claim more committed tokens than there are, or if the first that
-    agrees is older or shorter than the present one: by base, then by its rest."""
+    """See `RequestTable.take`. Keep the tails of a request that agree with the committed tokens and reach past them, in
+    order. Ignore all if their base is ahead of the committed tokens, or if the first matching tail is not newer (base)
+    or longer than the stored one."""
     generation, prompts, lines = table.generation, table.prompts, table.lines
     base, length, tail, places, window = table.base, table.length, table.tail, table.tail.shape[2], table.tail.shape[3]
     unknown, end, place = np.zeros(len(rows), np.bool_), 0, 0
