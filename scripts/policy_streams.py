@@ -138,7 +138,8 @@ class Model:
         self._open, self._changed = np.zeros((2, rows), np.bool_)
         self._right = np.zeros((rows, WINDOW), np.bool_)
         self._unread, self._credit = 0, 0.0
-        self.unread, self.drafted, self.token_s, self.counters = 0, 1, D, {"opens": 0}
+        self.unread, self.drafted, self.token_s = 0, 1, D
+        self.counters = dict.fromkeys(("opens", "tails", "branches"), 0)
         self._heard: list[CommitBatch] = []
         self.link: Link[CommitBatch] = Link(direct_sender(self._heard.append))
         self._verifier: Link[TailBatch] = self.link  # type: ignore[assignment]  # until `set_verifiers`

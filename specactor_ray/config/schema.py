@@ -189,7 +189,7 @@ class DrafterConfig:
     """`ngram` (copies the tokens after an earlier match of the last tokens in prompt, output and earlier outputs of the
     prompt), `suffix` (counts these tokens, also in running samples and in other prompts' outputs), `draft_model` (a
     smaller model), `eagle` (a head on the target's hidden states), or a proposer of your own as `package.module:Class`,
-    derived from `specactor_ray.draft.rows.RowProposer` and created with this section as its only argument
+    derived from `RowProposer` (`specactor_ray.draft.rows`) or `Proposer`, made with this section as its only argument
     (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
     """Run the drafter inside each verifier, without messages and extra cores; else in draft actors. Default: true for

@@ -88,7 +88,7 @@ def settle(table: Any, texts: Any, main_rows: Any, rows: Any, befores: Any, ends
             size = table.lengths[row, best]
             texts.kept[row] = wrong + size
             if wrong + size > stop:  # the commit has kept it, if it was published
-                texts.tails[row, 0] = wrong + size - stop
+                texts.length[row, 0] = wrong + size - stop
                 for at in range(stop - wrong, size):
                     texts.tail[row, 0, at - (stop - wrong)] = table.tokens[row, best, at]
             table.rows[row, best], main_rows[row] = main_rows[row], table.rows[row, best]
@@ -260,9 +260,9 @@ def append(table: Any, texts: Any, tips: Any, rows: Any, numbers: Any, tokens: A
             continue
         if b == MAIN:
             at, known = tips[row], texts.lengths[row]
-            changed[i] = at >= known + texts.tails[row, 0] or texts.tail[row, 0, at - known] != tokens[i, 0]
+            changed[i] = at >= known + texts.length[row, 0] or texts.tail[row, 0, at - known] != tokens[i, 0]
             if changed[i]:
-                texts.tail[row, 0, at - known], texts.tails[row, 0] = tokens[i, 0], at + 1 - known
+                texts.tail[row, 0, at - known], texts.length[row, 0] = tokens[i, 0], at + 1 - known
             tips[row], table.opened[row, at % width] = at + 1, 0
         else:
             size = table.lengths[row, b]
@@ -281,12 +281,12 @@ def publish(table: Any, texts: Any, rows: Any) -> None:
     table, texts = Planes(*table), Texts(*texts)
     for row in rows:
         known, place = texts.lengths[row], 1
-        texts.tails[row, 1:] = 0
+        texts.length[row, 1:] = 0
         for b in range(table.ats.shape[1]):
             at, size = table.ats[row, b], table.lengths[row, b]
-            if known <= at < known + texts.tails[row, 0] and size > 1 and place < texts.tail.shape[1]:
+            if known <= at < known + texts.length[row, 0] and size > 1 and place < texts.tail.shape[1]:
                 tail = texts.tail[row, place]
-                texts.tails[row, place] = min(at - known + size, len(tail))
+                texts.length[row, place] = min(at - known + size, len(tail))
                 tail[: at - known] = texts.tail[row, 0, : at - known]
                 for k in range(min(size, len(tail) - (at - known))):
                     tail[at - known + k] = table.tokens[row, b, k]

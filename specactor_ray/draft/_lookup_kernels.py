@@ -238,7 +238,7 @@ def fill(texts: Any, indexes: Any, log: Any, count: Any, high: Any, factor: Any,
     line = np.empty(high + most, np.int32)
     for row in rows:
         known, group, tail = texts.lengths[row], indexes.groups[row], texts.tail[row, 0]
-        guessed = np.int64(texts.tails[row, 0])
+        guessed = np.int64(texts.length[row, 0])
         limit = np.int64(min(texts.window, texts.limits[row] - known))
         if guessed >= limit:
             continue
@@ -262,7 +262,7 @@ def fill(texts: Any, indexes: Any, log: Any, count: Any, high: Any, factor: Any,
             if score > best and (length == 0 or matched >= longest):
                 longest, length, best = matched, size, score
                 tail[guessed : guessed + size] = tokens[:size]
-        texts.tails[row, 0] = guessed + length
+        texts.length[row, 0] = guessed + length
 
 
 @functools.cache

@@ -89,11 +89,13 @@ class Proposer(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
-        """Write tails for some of `rows`, int32 `(n,)`, which are all requests of the drafter.
+        """Write tails for some of `rows`, int32 `(n,)`: all requests of the drafter; none after the last one has left.
 
         The table has the newest commits; a tail that agrees with them goes on behind them, another one is gone. Models
-        lengthen tails by up to `burst` tokens each, lookups up to the room. Returns int32: rows whose tail changed, or
-        whose newest commit has no guess; empty: nothing to do.
+        lengthen tails by up to `burst` tokens each, lookups up to the room. Returns the rows that have an answer,
+        int32: those whose tail changed, and those without a guess after their newest commit. A draft actor sends these
+        alone, and a verifier may wait for the others. A lookup may return all `rows`; a model is called again until
+        it returns none.
         """
 
     def reset(self) -> None:  # noqa: B027

@@ -13,6 +13,7 @@ import numpy as np
 from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.config.schema import MAX_BRANCHES
 from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.errors import clipped
 from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.step_cost import StepCost
 from specactor_ray.draft.proposer import Failures, Proposer
@@ -123,8 +124,7 @@ class DraftRunner:
         if proposer.traits.branches:
             proposer.budget = len(rows) * (1 + MAX_BRANCHES) if self._cost.is_known else 0
             proposer.forward_s = self._cost.curve(0, proposer.budget)
-        changed = np.asarray(proposer.propose(view, rows), np.int32)
-        changed = changed[(changed >= 0) & (changed < len(view.table.generation))]
+        changed = self._checked(proposer.propose(view, rows), rows, len(view.table.generation))
         if len(changed):
             if not proposer.traits.looks_up:
                 self._costs.append((self._clock.now() - begin) / max(proposer.drafted, 1))
@@ -135,6 +135,21 @@ class DraftRunner:
         if news := self._health.observe(*view.table.judged[view.seat].tolist()):
             logger.warning("%s", news)
         return changed
+
+    def _checked(self, found: Any, rows: np.ndarray, most: int) -> np.ndarray:
+        """What `propose` returned, int32 `(n,)`, without rows that are not among `rows`. TypeError: no rows at all."""
+        changed = np.asarray(found)
+        if changed.ndim != 1 or (len(changed) and changed.dtype.kind not in "iu"):
+            raise TypeError(f"propose returned {clipped(found)}; return the rows, int32 (n,), that have an answer")
+        is_mine = np.zeros(most, np.bool_)
+        is_mine[rows] = True
+        good = (changed >= 0) & (changed < most)
+        good[good] = is_mine[changed[good]]
+        if not good.all():
+            wrong = IndexError(f"propose returned {clipped(changed[~good].tolist())}; return some of its `rows`")
+            self.failures.add(f"{self.drafter_id}: rows that are not its requests are passed over", wrong)
+            changed = changed[good]
+        return changed.astype(np.int32)
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         """Pass finished outputs to the proposer; an error is logged and counted."""

@@ -96,7 +96,7 @@ def reads(placed: Any, cached: Any, texts: Any) -> bool:
     """Whether a main chain with room must read more than its last token; `cached`: number of tokens in the cache."""
     texts = Texts(*texts)
     for row in range(len(placed)):
-        end = texts.lengths[row] + texts.tails[row, 0]
+        end = texts.lengths[row] + texts.length[row, 0]
         has_room = end < min(texts.lengths[row] + texts.window, texts.limits[row])
         if placed[row] and has_room and end - cached[row] > 1:
             return True
@@ -129,7 +129,7 @@ def draft(
     for i in range(len(rows)):
         row, b = rows[i], numbers[i]
         if b < 0:
-            ends[i] = texts.lengths[row] + texts.tails[row, 0]
+            ends[i] = texts.lengths[row] + texts.length[row, 0]
             prefill += ends[i] - cached[row] - 1
             cached[row] = ends[i]
         else:
@@ -147,11 +147,11 @@ def look_up(known: Any, texts: Any, rows: Any) -> int:
     """Fill the tails of rows as far as there are guesses. Returns the number of found tokens."""
     texts, found = Texts(*texts), 0
     for row in rows:
-        begin, size = texts.lengths[row] - texts.prompts[row], texts.tails[row, 0]
+        begin, size = texts.lengths[row] - texts.prompts[row], texts.length[row, 0]
         room = min(texts.window, texts.limits[row] - texts.lengths[row])
         while size < room and known[row, begin + size] != NO_GUESS:
             texts.tail[row, 0, size] = known[row, begin + size]
             size += 1
             found += 1
-        texts.tails[row, 0] = size
+        texts.length[row, 0] = size
     return found

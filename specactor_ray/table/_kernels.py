@@ -39,8 +39,7 @@ class Texts(NamedTuple):
     prompts: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
-    tails: np.ndarray
-    """int32 `(rows, tails)`: length of each tail."""
+    length: np.ndarray
     tail: np.ndarray
     kept: np.ndarray
     window: int
@@ -288,7 +287,8 @@ def collect(seat: int, rows: Any, table: Planes) -> Any:
 def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
     """Count verified tokens, and keep the tails that agree with the newly committed tokens and reach past them. Hits
     and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`), those of the
-    first tails only."""
+    first tails only. The first loop is about the verified tail of each row; the second about the first tail of each
+    seat, verified or not."""
     rows, commits, seats, drafted, accepted = step
     evidence, length, method, counts, reached = (
         table.evidence, table.length, table.method, table.counts, table.reached,
@@ -309,13 +309,13 @@ def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: An
                 reached[1, k] += k < accepted[i]
     for seat in range(len(method)):
         kind, assigned, of_kind = method[seat], table.assigned[seat], evidence[:, method[seat]]
-        tails, tail, kept, judged = length[seat], table.tail[seat], table.kept[seat], table.judged[seat]
+        mine, tail, kept, judged = length[seat], table.tail[seat], table.kept[seat], table.judged[seat]
         for i in range(len(rows)):
             row, fresh = rows[i], commits[i]
             if not assigned[row]:
                 continue
             had, right, rescued = _settle(
-                row, table.lengths[row] - fresh, fresh, table.lines[row], tails, tail, kept, judged
+                row, table.lengths[row] - fresh, fresh, table.lines[row], mine, tail, kept, judged
             )
             counts[RESCUED] += rescued
             if had > 0:

@@ -186,12 +186,12 @@ class RequestTable:
     def take(self, seat: int, tails: Any) -> np.ndarray:
         """Process a `TailBatch`. Returns bool `(n,)`: whether the tail's request is not assigned to the drafter."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._planes)
         return unknown
 
     def settle(self, step: Committed, ranges: np.ndarray, evidence: np.ndarray, overall: np.ndarray) -> None:
         """Compare the tails with the newest tokens of the rows of a step; see `_kernels.commit`."""
-        _kernels.commit(step, ranges, _kernels.Planes(*_PLANES(self)), evidence, overall)
+        _kernels.commit(step, ranges, self._planes, evidence, overall)
 
     def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take output tokens that another table has committed, idempotently: int32 `(n,)` each, rows, output positions
@@ -202,17 +202,17 @@ class RequestTable:
         ends = np.minimum(ends, self.lengths[arrays[0]]) + arrays[2]
         self._fit_lines(int(ends.max(initial=0)))
         self.changes += 1
-        taken: np.ndarray = _kernels.follow(*arrays, _kernels.Planes(*_PLANES(self)))
+        taken: np.ndarray = _kernels.follow(*arrays, self._planes)
         return taken
 
     def publish(self, seat: int, rows: np.ndarray) -> None:
         """Mark rows as answered by a drafter of this process; tails end before tokens outside the vocabulary."""
-        _kernels.publish(seat, rows, self.vocab_size, _kernels.Planes(*_PLANES(self)))
+        _kernels.publish(seat, rows, self.vocab_size, self._planes)
 
     def tails(self, seat: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of tails of each row, at least 1, as an empty first one counts; lengths of these tails, the one to
         verify first ahead; and all their tokens. int32."""
-        counts, lengths, tokens = _kernels.collect(seat, rows, _kernels.Planes(*_PLANES(self)))
+        counts, lengths, tokens = _kernels.collect(seat, rows, self._planes)
         return counts, lengths, tokens
 
     def unsent(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,6 +223,10 @@ class RequestTable:
         return lengths, tokens
 
     # ---- room ----
+
+    @property
+    def _planes(self) -> _kernels.Planes:
+        return _kernels.Planes(*_PLANES(self))
 
     def _fit_rows(self, rows: int) -> None:
         old = len(self.generation)

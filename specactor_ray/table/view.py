@@ -11,8 +11,6 @@ from specactor_ray.table._kernels import UNCHANGED, Texts
 from specactor_ray.table.table import RequestTable
 from specactor_ray.transport.messages import States
 
-_MOST = 2**31 - 1
-
 
 class TableView:
     """The view of the drafter in a seat, with tails of up to `window` tokens. Arrays of `table` are for reading."""
@@ -39,15 +37,17 @@ class TableView:
         return _read_only(self.table.tail[self.seat, row, 0, : self.table.length[self.seat, row, 0]])
 
     def room(self, row: int) -> int:
-        """Number of tokens that the tail may have."""
+        """Number of tokens that the tail may have in all, present ones included."""
         return max(min(self.window, int(self.table.limits[row] - self.table.lengths[row])), 0)
 
     def write(self, row: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Replace the tail by these token ids, of which `room` are used. TypeError or ValueError: they are no token
-        ids."""
-        tokens = np.asarray(tokens)[: self.room(row)]
+        """Replace the tail by these token ids, of which the first `room` are used. TypeError or ValueError: they are
+        no token ids. A draft actor has the vocabulary only if `Proposer.vocab_size` is set; else a message with an id
+        outside the target's vocabulary is dropped by the verifier."""
+        tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise TypeError(f"draft tokens are a list of token ids, not {tokens.dtype} {tokens.shape}")
+        tokens = tokens[: self.room(row)]
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.table.vocab_size:
             limit = self.table.vocab_size
             raise ValueError(f"draft tokens are ids below {limit}, not {tokens.min()} to {tokens.max()}")
@@ -56,6 +56,7 @@ class TableView:
         self.table.length[self.seat, row, 0] = len(tokens)
 
     def sampling(self, row: int) -> SamplingParams:
+        """The sampling parameters of a row's request."""
         return self.table.requests[row].sampling
 
     def request_id(self, row: int) -> str:

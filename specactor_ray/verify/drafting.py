@@ -359,7 +359,7 @@ class Drafting:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels of `verify/` for their argument types: takes seconds where numba's cache is cold."""
+    """Compile the kernels of `table/` and `verify/`: takes seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     hosted = Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)
     policy = DraftPolicy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})

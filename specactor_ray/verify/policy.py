@@ -139,7 +139,9 @@ class Suspension:
 
 
 class DraftPolicy:
-    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter."""
+    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter.
+
+    In a step: `silent`, `turns`, `choose`, `record`; in a suspension `record` alone."""
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class DraftPolicy:
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Verified parts of the tails: int32 `(rows,)` seats, -1 without a tail, and numbers of tokens. A row with a
-        tail keeps its seat if no token pays: the seat counts as supplied."""
+        tail keeps its seat if no token pays: the seat counts as supplied; where `_room` is 0 it has none."""
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
@@ -293,6 +295,6 @@ class DraftPolicy:
         return self.table.length[..., 0].take(rows, axis=1)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
-        """`(rows,)`: most draft tokens of each row, which leave room for one token of the target."""
+        """int32 `(rows,)`: most draft tokens of each row, which leave room for one token of the target."""
         left: np.ndarray = self.table.limits[rows] - self.table.lengths[rows]
         return (left - 1).clip(0)

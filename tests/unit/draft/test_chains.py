@@ -100,7 +100,7 @@ def test_ids_that_do_not_fit_are_refused_and_none_becomes_another_one(dtype: Any
     view = replica(0, [5])
     with pytest.raises(ValueError, match="2147483653"):
         view.write(0, np.array([1, 2**31 + 5], dtype))
-    for wrong in ([1.5], [[1]], [-1]):
+    for wrong in ([1.5], [[1]], [-1], 5, None, "ab"):
         with pytest.raises((TypeError, ValueError)):
             view.write(0, wrong)  # type: ignore[arg-type]
     assert view.tail(0).tolist() == [5]

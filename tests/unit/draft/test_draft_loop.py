@@ -18,6 +18,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.rows import RowProposer
 from specactor_ray.draft.runner import ENOUGH, Health, checksum
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.table.view import TableView
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, States, TailBatch
 from tests.batches import news, opening
@@ -223,7 +224,19 @@ def test_reported_rows_that_are_not_open_are_passed_over() -> None:
     hear(loop, news([opening(0), opening(1)], closed=[(1, True)]))
     hear(loop, news(closed=[(1, True)]))
     hear(loop, news(commits=[(0, 0, [2])]))
-    assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 0
+    assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 3
+
+
+@pytest.mark.parametrize("answer", [None, 3, [True], [[1]], ["x"], [0.5]])
+def test_an_answer_without_rows_is_named(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(NgramProposer):
+        def propose(self, view: TableView, rows: np.ndarray) -> Any:
+            super().propose(view, rows)
+            return answer
+
+    loop, _ = loop_of(Wrong(1, 4, 100, 8))
+    hear(loop, news([opening(0)]))
+    assert loop.snapshot()["open_requests"] == 0 and "return the rows, int32" in caplog.text
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("no luck")])

@@ -12,6 +12,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
+from specactor_ray.table import table as tables
 from specactor_ray.table._kernels import REFUTED
 from specactor_ray.table.requests import COUNTS
 from specactor_ray.table.table import RequestTable
@@ -295,6 +296,22 @@ def test_every_array_of_rows_grows() -> None:
         "reached",
         "eos_token_ids",
     }
+
+
+def test_a_new_request_inherits_nothing_of_the_last_one_of_its_row() -> None:
+    """But for what `open` writes, and what `assign` writes before it is read. Another column belongs into `_RESET`."""
+    lists = ((tables._BY_ROW, 0), (tables._BY_SEAT, 1), (tables._BY_METHOD, 2))
+    columns = [(name, axis) for names, axis in lists for name in names]
+    table = RequestTable(WINDOW, 2)
+    row = table.open(request("old"))
+    for name, axis in columns:
+        np.moveaxis(getattr(table, name), axis, 0)[row] = 77 if name != "prompts" else 1
+    table.lengths[row] = 2
+    table.close(row)
+    assert table.open(request("new")) == row
+    left = {name for name, axis in columns if np.moveaxis(getattr(table, name), axis, 0)[row].any()}
+    written = {"generation", "prompts", "lengths", "limits", "lines", "minds_eos"}
+    assert left == written | {"sent", "base", "streamed", "kept", "tail"}
 
 
 def test_steps_and_drafts_are_counted() -> None:
