@@ -1,4 +1,4 @@
-"""One resolution of the configuration: `resolve` settles every `auto` and makes every check that needs no cluster."""
+"""One resolution of the configuration: `resolve` settles every `auto`, and checks it against devices and models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from specactor_ray.cluster.address import require_listener
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, placed_drafters, reads_head
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
@@ -48,8 +49,8 @@ class Resolved:
 
 
 def resolve(config: Config, machine: Machine, trains: bool = False, sampled: bool = True) -> Resolved:
-    """Settle every `auto` of a valid configuration, which is not changed, and check it against this machine and its
-    models. Nothing is started. What takes no second comes first, before torch is imported.
+    """Settle every `auto` of a configuration, which is not changed, and check it against this machine and its models.
+    Nothing is started. What takes no second comes first, before torch is imported.
 
     Args:
         trains: The trainer needs devices, too.
@@ -60,6 +61,7 @@ def resolve(config: Config, machine: Machine, trains: bool = False, sampled: boo
         ModelLoadError: A model is missing or damaged.
         ClusterError: Nothing listens at `cluster.address`.
     """
+    validate(config)  # it may have been made in code
     known = known_number(require_named(config, machine), "max_position_embeddings")
     if sampled:
         max_prompt_tokens(config, context_within(config.target, known or 0))

@@ -30,6 +30,7 @@ from specactor_ray.startup.resolve import (
     start_notes,
 )
 from specactor_ray.target.sizes import reject_cache_below_one_request
+from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -55,6 +56,15 @@ def config_with(**target: Any) -> Config:
     return from_mapping(
         {"mode": "plain", "target": {"model": "m", "backend": "vllm", "dtype": "float32", "cores": ranks, **target}}
     )
+
+
+def test_a_configuration_made_in_code_is_checked_like_a_file() -> None:
+    config = from_mapping(
+        {"mode": "coupled", "target": {"model": str(tiny_target())}, "drafters": [{"method": "ngram"}]}
+    )
+    config.drafters += config.drafters
+    with refused("drafters.1.method"):
+        resolve(config, HERE)
 
 
 def test_stop_ids_are_tokens() -> None:
