@@ -60,7 +60,8 @@ class BatchProposer(Proposer):
         """Free rows of the drafter's cache."""
 
     def _advance(self, rows: np.ndarray, same: np.ndarray) -> None:
-        """Called for rows with new committed tokens; their texts are unchanged up to the token `same`."""
+        """Called for rows whose texts have changed, mostly by a commit. They are unchanged up to the token `same`, at
+        most the newest one."""
 
     def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
         self.view = view
@@ -81,16 +82,22 @@ class BatchProposer(Proposer):
         if self._fitted != (sizes := (len(table.generation), view.window)):
             self._fit(sizes[0])
             self._fitted = sizes
-        gone, moved, new = moves(self._generations, self._known, rows, table.generation, table.lengths)
+        gone, moved, new = moves(self._generations, rows, table.generation, table.kept[view.seat])
         for row in gone.tolist():
             self._close(row)
+        if self.traits.reads_features:  # a tail that was dropped without a commit has no states to be drafted again by
+            is_cut = table.lengths[moved] == self._known[moved]
+            for row in moved[is_cut].tolist():
+                self._lose(row)
+            moved = moved[~is_cut]
         if len(moved):
             if self.branches.most:
                 befores = self._known[moved], self._ends[moved]
                 self._free(self.branches.settle(view, self._cached, moved, *befores))
             self._unanswered[moved] = True
             self._known[moved] = table.lengths[moved]
-            self._advance(moved, np.minimum(view.take_kept(moved), self._ends[moved]))
+            kept = np.minimum(view.take_kept(moved), self._ends[moved])
+            self._advance(moved, np.minimum(kept, view.ends[moved] - 1))  # the newest token is read for its logits
             for row in moved[self._waiting[moved]].tolist() if self._places else ():
                 self._admit_late(row)
         for row in new.tolist():
@@ -123,12 +130,16 @@ class BatchProposer(Proposer):
             self._placed[row], self._waiting[row] = True, False
 
     def _admit_late(self, row: int) -> None:
-        """`_admit` after the opening; a reader of hidden states begins anew, with those that it has missed."""
+        """`_admit` after the opening; a reader of hidden states needs those that it has missed."""
         self._admit(row)
         if self._placed[row] and self.traits.reads_features:
-            self._close(row)
-            self._seen = None, 0
-            self.view.lost.add(row)
+            self._lose(row)
+
+    def _lose(self, row: int) -> None:
+        """Close a request, and ask for it again with all its hidden states."""
+        self._close(row)
+        self._seen = None, 0
+        self.view.lost.add(row)
 
     def _give_up(self, row: int) -> None:
         """Stop drafting for a request and free its place."""

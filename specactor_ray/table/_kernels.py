@@ -221,8 +221,9 @@ def token_at(texts: Any, row: Any, at: Any) -> Any:
 
 
 @_jit
-def moves(known_generations: Any, known_lengths: Any, rows: Any, generations: Any, lengths: Any) -> Any:
-    """Rows whose known request has left; of `rows`, those with more tokens than known, and those with a new request."""
+def moves(known_generations: Any, rows: Any, generations: Any, kept: Any) -> Any:
+    """Find rows whose known request has left, and among `rows` those whose text has changed and those with a new
+    request."""
     mine, gone = np.zeros(len(known_generations), np.bool_), np.empty(len(known_generations), np.int32)
     moved, new = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
     counts = np.zeros(3, np.int64)
@@ -232,7 +233,7 @@ def moves(known_generations: Any, known_lengths: Any, rows: Any, generations: An
             counts[2] += 1
         else:
             mine[row] = True
-            if lengths[row] > known_lengths[row]:
+            if kept[row] != UNCHANGED:
                 moved[counts[1]] = row
                 counts[1] += 1
     for row in range(len(known_generations)):

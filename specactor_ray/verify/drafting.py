@@ -376,6 +376,6 @@ def warm_up() -> None:
     acceptance.commit(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
     table.unsent(0, rows)
     table.publish(0, rows)
-    moves(zero, zero, rows, table.generation, table.lengths)
+    moves(zero, rows, table.generation, table.kept[0])
     table.tails(0, rows)
     table.follow(rows, zero, zero, zero[:0])

@@ -220,6 +220,32 @@ def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: st
 
 
 @every
+def test_a_request_that_is_released_and_assigned_again_is_drafted_for_again(name: str) -> None:
+    """Without a call in between: its tail is gone, and no commit says so."""
+
+    def work(proposer: Any) -> None:
+        driver = Driver(proposer, 3, window=6)
+        for one in "012":
+            driver.open(one)
+        driver.rest()
+        before, row = driver.tails(), driver.by_name.slots["1"]
+        driver.by_name.table.release(0, row)
+        driver.by_name.table.assign(0, row)
+        assert driver.tails() == {**before, "1": []}
+        driver.requests["1"].answered = False
+        if proposer.traits.reads_features:  # it asks for the hidden states again
+            driver.extend()
+            assert driver.by_name.view.lost == {row}
+            driver.by_name.view.lost.clear()
+            driver.requests["1"].sent = 0
+            driver.feed("1")
+        driver.rest()
+        assert driver.tails() == before
+
+    run(name, work)
+
+
+@every
 def test_after_an_error_a_proposer_begins_anew(name: str) -> None:
     def work(proposer: Any) -> None:
         driver, extend = Driver(proposer, 2), proposer.extend
