@@ -25,7 +25,7 @@ from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
 from specactor_ray.table.view import TableView
-from specactor_ray.transport.messages import FinishedOutput, States
+from specactor_ray.transport.messages import States
 
 _REPLAY_BATCH = 16
 
@@ -132,12 +132,10 @@ class _Replay:
         self._handed_out = end
         return States(row, start, length, from_wire(self._states[begin:end]))
 
-    def end(self, proposer: Proposer) -> None:
+    def end(self, proposer: Proposer, view: TableView) -> None:
         """Close the row."""
         if proposer.traits.keeps_history:
-            output = self._table.output(self.row).copy()
-            name = self._table.requests[self.row].request_id
-            proposer.learn([FinishedOutput(name, tuple(self.record.prompt_token_ids), output)])
+            proposer.learn([view.finished(self.row)])
         self._table.close(self.row)
 
 
@@ -174,7 +172,7 @@ def replay(
             entry.verify(view.tail(entry.row).tolist(), counts)
         for entry in running:
             if entry.done:
-                entry.end(proposer)
+                entry.end(proposer, view)
         running = [entry for entry in running if not entry.done]
         if on_progress is not None:
             on_progress(counts.committed)

@@ -15,7 +15,7 @@ from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import ANY, RequestTable
 from specactor_ray.table.view import TableView
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, FinishedOutput, States, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 
 _NONE = -1
 _SEAT = 0
@@ -48,8 +48,6 @@ class DraftRequests:
         vocab_size = ANY if proposer.vocab_size is None else proposer.vocab_size
         self.table = RequestTable(1, branches, vocab_size=vocab_size)
         self.view = TableView(self.table, _SEAT, 1)
-        self.rows = np.zeros(0, np.int32)
-        """int32 `(n,)`: rows of the open requests."""
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
         self._owners, self._handles, self._generations = np.full((3, len(self.table.generation)), _NONE, np.int32)
@@ -61,6 +59,11 @@ class DraftRequests:
         """Number of open requests."""
         return len(self.table)
 
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 `(n,)`: rows of the open requests."""
+        return np.flatnonzero(self._owners != _NONE).astype(np.int32)
+
     # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
@@ -68,7 +71,6 @@ class DraftRequests:
         verifier = self._verifiers.get(message.verifier_id)
         if verifier is None or message.session > verifier.session:
             self._drop(message.verifier_id)
-            self.rows = np.array(sorted(self.table.requests), np.int32)
             verifier = self._verifiers[message.verifier_id] = _Verifier(self._next_number, message.session)
             self._next_number += 1
         elif message.session < verifier.session:
@@ -81,8 +83,6 @@ class DraftRequests:
             self._open(verifier, opened)
         if message.states is not None:
             self._add_states(verifier, message, message.states)
-        if message.opened or message.closed:
-            self.rows = np.array(sorted(self.table.requests), np.int32)
 
     def _find(self, verifier: _Verifier, handles: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Rows of handles, int32; `_NONE` where nothing is open."""
@@ -145,9 +145,7 @@ class DraftRequests:
         if row not in table.requests:
             return
         if finished and self._runner.proposer.traits.keeps_history:
-            request = table.requests[row]
-            output = FinishedOutput(request.request_id, request.prompt_token_ids, table.output(row).copy())
-            self._runner.learn([output])
+            self._runner.learn([self.view.finished(row)])
         table.close(row)
         self.view.forget(row)
         for verifier in self._verifiers.values():
@@ -170,9 +168,7 @@ class DraftRequests:
                 if row in self.table.requests and verifier.number == self._owners[row]:
                     verifier.lost[int(self._handles[row])] = int(self._generations[row])
                     self._close(row)
-        if self.view.lost:
-            self.view.lost.clear()
-            self.rows = np.array(sorted(self.table.requests), np.int32)
+        self.view.lost.clear()
 
     # ---- tails ----
 
@@ -191,7 +187,6 @@ class DraftRequests:
             link = links.get(verifier_id)
             if link is None:
                 self._drop(verifier_id)
-                self.rows = np.array(sorted(self.table.requests), np.int32)
             elif verifier.number in numbers or verifier.lost:
                 mine = rows if numbers == {verifier.number} else rows[owners == verifier.number]
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))

@@ -105,14 +105,14 @@ class DraftRunner:
         self._open = 0
 
     def run(self, view: TableView, rows: np.ndarray, most: int = 1) -> np.ndarray:
-        """`Proposer.propose` with up to `most` tokens for each chain. After an error, which is logged and counted, the
-        drafter begins anew: no request has a tail."""
+        """`Proposer.propose` with up to `most` tokens for each chain. An error is logged and counted, and the proposer
+        is reset: no request has a tail."""
         self._open = len(rows)
         try:
             return self._run(view, rows, most)
         except BaseException as error:  # noqa: BLE001 - a user's class may call sys.exit; the thread has to go on
             self.failures_in_a_row += 1
-            self.failures.add(f"{self.drafter_id}: a draft step failed, its requests begin anew", error)
+            self.failures.add(f"{self.drafter_id}: a draft step failed; its requests are opened again", error)
             view.clear()
             self.attempt("it does not forget its requests", self.proposer.reset)
             view.lost.update(rows.tolist())

@@ -204,9 +204,8 @@ def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: Planes) -> 
             continue
         line, before, start = table.lines[row], table.lengths[row], table.prompts[row] + starts[i]
         stop = start + lengths[i]
-        taken[i] = start <= before and agreed(line, tokens[begin:end], start, start, min(before, stop)) == min(
-            before, stop
-        )
+        shared = min(before, stop)
+        taken[i] = start <= before and agreed(line, tokens[begin:end], start, start, shared) == shared
         if taken[i] and stop > before:
             line[before:stop] = tokens[begin + before - start : end]
             table.lengths[row] = stop

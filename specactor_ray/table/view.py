@@ -9,7 +9,7 @@ import numpy as np
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.table._kernels import UNCHANGED, Texts
 from specactor_ray.table.table import RequestTable
-from specactor_ray.transport.messages import States
+from specactor_ray.transport.messages import FinishedOutput, States
 
 
 class TableView:
@@ -63,6 +63,11 @@ class TableView:
         """Id of the request of a row; empty for a free row."""
         request = self.table.requests.get(row)
         return "" if request is None else request.request_id
+
+    def finished(self, row: int) -> FinishedOutput:
+        """The output of a row and its prompt, for the histories of drafters; a copy."""
+        request = self.table.requests[row]
+        return FinishedOutput(request.request_id, request.prompt_token_ids, self.table.output(row).copy())
 
     def forget(self, row: int) -> None:
         """Drop the hidden states of a request that leaves its row before they are read."""

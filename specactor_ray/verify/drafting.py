@@ -25,7 +25,7 @@ from specactor_ray.table.view import TableView
 from specactor_ray.target.base import NO_DRAFTS, STATES_UNDER_WAY, Drafts
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, DraftOpen, FinishedOutput, States, TailBatch
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
 from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
@@ -119,9 +119,7 @@ class HostedSeat(DrafterSeat):
 
     def end(self, row: int, finished: bool) -> None:
         if finished and self.spec.traits.keeps_history:
-            request = self._table.requests[row]
-            output = FinishedOutput(request.request_id, request.prompt_token_ids, self._table.output(row).copy())
-            self.runner.learn([output])
+            self.runner.learn([self._view.finished(row)])
 
 
 class RemoteSeat(DrafterSeat):
