@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from policy_streams import measure, streams
 
-from specactor_ray.bench.micro import JsonFile, points_table, run_script, show_points
+from points import JsonFile, points_table, run_script, show_points
+from policy_streams import measure, streams
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from specactor_ray.bench.micro import JsonFile, run_script, show_points
+from points import JsonFile, run_script, show_points
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import aiohttp
 import typer
 
+from points import JsonFile, Point, run_script, show_points
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 

@@ -33,7 +33,8 @@ from typing import Annotated, Any, NamedTuple
 import aiohttp
 import typer
 
-from specactor_ray.bench.micro import JsonFile, Point, parse_numbers, run_script, show_points
+from points import JsonFile, Point, run_script, show_points
+from specactor_ray.cli.options import parse_numbers
 from specactor_ray.core.errors import EXIT_FAILED, InputError, SpecActorError
 from specactor_ray.models.builtin import builtin_dir
 from specactor_ray.rollout.prompts import read_prompts

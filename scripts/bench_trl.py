@@ -30,8 +30,8 @@ from transformers import PrinterCallback, TrainerCallback
 with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, which is not used
     import trl
 
+from points import JsonFile, Point, run_script, show_points
 from specactor_ray import Rollout
-from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import EXIT_FAILED
 from specactor_ray.integrations.trl import attach

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 import yaml
 
-from specactor_ray.bench.micro import run_script
+from points import run_script
 from specactor_ray.core.console import make_console, make_table
 from specactor_ray.simulation.hardware import DeviceSpec, RooflineCost, RooflineHardware, find_model, load_hardware
 

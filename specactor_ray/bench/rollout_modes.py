@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
 from specactor_ray.bench.verdict import verdict
 from specactor_ray.cluster.names import new_run_name
@@ -28,7 +27,7 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
+from specactor_ray.core.files import make_folder, refuse_existing, remove_if_empty, require_folder, write_json
 from specactor_ray.core.machine import available_bytes, hardware, versions
 from specactor_ray.core.progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts

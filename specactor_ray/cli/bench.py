@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specactor_ray.bench.micro import parse_numbers
 from specactor_ray.cli.options import (
     ConfigFile,
     Overrides,
     finish,
     load_settings,
+    parse_numbers,
     planned_side_by_side,
     split_items,
 )

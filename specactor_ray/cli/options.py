@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
 from specactor_ray.core.console import log_through, make_console, say
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, clipped
 
 if TYPE_CHECKING:
     from specactor_ray.config import Config
 
+N = TypeVar("N", int, float)
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -58,6 +60,19 @@ def finish(status: str, sound: bool = True) -> NoReturn:
 def split_items(text: str) -> list[str]:
     """`1, 4` → `["1", "4"]`; empty for an empty text."""
     return [item.strip() for item in text.split(",")] if text else []
+
+
+def parse_numbers(option: str, text: str, kind: Callable[[str], N], least: float, most: float = math.inf) -> list[N]:
+    """The different numbers of a comma-separated list. InputError: it has another form, or one is out of range."""
+    try:
+        found = list(dict.fromkeys(map(kind, text.split(","))))
+    except ValueError:
+        found = []
+    if not found or not all(least <= value <= most and value < math.inf for value in found):
+        limits = f"from {least} to {most}" if most < math.inf else f"of {least} or more"
+        what = f"no list of {'whole ' * (kind is int)}numbers {limits}"
+        raise InputError(f"{option}: {clipped(text)} is {what}; separate them by commas, such as 1,4")
+    return found
 
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:

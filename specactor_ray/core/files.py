@@ -99,6 +99,12 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
     return made
 
 
+def refuse_existing(path: Path | None, option: str) -> None:
+    """Raises InputError if a file or folder for results exists."""
+    if path is not None and path.exists():
+        raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
+
+
 def require_folder(folder: Path, option: str) -> None:
     """Raise as `make_folder`, before the work with results for the folder. Leaves nothing behind."""
     remove_if_empty(*make_folder(folder, option))

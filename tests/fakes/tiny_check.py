@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specactor_ray.bench.gpu_check.stage import Settings
+from gpu_check.stage import Settings
 
 SHAPE = {
     "num_hidden_layers": 1,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check.command import STAGES, run_check
+from gpu_check.command import STAGES, run_check
 from tests.fakes.tiny_check import TINY_CHECK
 
 pytestmark = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.bench.gpu_check import command
-from specactor_ray.bench.gpu_check.stage import OutOfTime, Stage
-from specactor_ray.core.child import Child, Report
-from specactor_ray.core.errors import SpecActorError
+from gpu_check import command
+from gpu_check.stage import OutOfTime, Stage
 from tests.fakes.tiny_check import TINY_CHECK
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
@@ -39,34 +36,6 @@ def test_a_mistake_ends_with_2_and_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: ") and "no stage 'flip'" in done.stderr
     assert list(tmp_path.iterdir()) == [hiding]
-
-
-_numbers: list[int] = []
-
-
-def add(number: int, report: Report) -> int:
-    """The sum of all numbers until now; the process ends itself at a number below 0."""
-    if number > 9:
-        raise EOFError("a file of the call ends early")
-    if number < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    _numbers.append(number)
-    report(f"{1 // number}")
-    return sum(_numbers)
-
-
-def test_a_process_answers_call_after_call_until_it_dies() -> None:
-    with contextlib.closing(Child("adder")) as child:
-        seen = list[str]()
-        assert [child.call(add, number, seen.append) for number in (1, 2)] == [1, 3] and seen == ["1", "0"]
-        with pytest.raises(SpecActorError, match=r"(?s)adder.*EOFError: a file of the call"):
-            child.call(add, 10, seen.append)
-        with pytest.raises(SpecActorError, match=r"(?s)adder.*ZeroDivisionError"):
-            child.call(add, 0)
-        assert child.call(add, 4) == 7
-        for _ in range(2):
-            with pytest.raises(SpecActorError, match="-9"):
-                child.call(add, -1)
 
 
 def dies(stage: Stage, n: int) -> None:

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from gpu_check.child import Report, run_in_child
 from specactor_ray.cli.live import status
 from specactor_ray.cluster import connection
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.signals import Terminated, ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
 

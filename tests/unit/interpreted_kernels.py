@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.bench.gpu_check.target import KERNELS
+from gpu_check.target import KERNELS
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import _paged_attention_triton as attention_kernels

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.bench.gpu_check.command import run_check
+from gpu_check.command import run_check
 from tests.fakes.tiny_check import TINY_CHECK
 from tests.vllm import needs_vllm
 

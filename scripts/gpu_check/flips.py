@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import torch
 
-from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_prompts, random_weights
-from specactor_ray.bench.gpu_check.stage import Stage
-from specactor_ray.bench.gpu_check.target import forward_s
+from gpu_check.models import STEP_TOKENS, random_prompts, random_weights
+from gpu_check.stage import Stage
+from gpu_check.target import forward_s
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.shapes import token_bytes

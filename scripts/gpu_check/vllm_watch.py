@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from specactor_ray.bench.gpu_check.stage import Kernels
+from gpu_check.stage import Kernels
 
 
 class Watch:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from specactor_ray.bench.gpu_check.models import STEP_TOKENS, random_model, random_prompts
-from specactor_ray.bench.gpu_check.stage import Settings, Stage, shown
+from gpu_check.models import STEP_TOKENS, random_model, random_prompts
+from gpu_check.stage import Settings, Stage, shown
 from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
