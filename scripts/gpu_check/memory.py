@@ -93,8 +93,6 @@ def measure_weights(stage: Stage) -> None:
         model.load_weights(dict(pair for bucket in packed for pair in unpack(bucket)))
 
     _time_copy(stage, "device to engine", lambda: model.load_weights(source), source.values())
-    if stale := model.stale_weights(source):
-        raise RuntimeError(f"{len(stale)} weights are not those that were sent, such as {stale[0]}")
     _time_copy(stage, "device to buckets", to_buckets, source.values())
     _time_copy(stage, "buckets to engine", from_buckets, source.values())
     packed.clear()

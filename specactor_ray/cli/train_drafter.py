@@ -22,8 +22,8 @@ from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
 from specactor_ray.distill.evaluation import measure
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLoop, head_for
 from specactor_ray.draft.eagle.checkpoint import save_head
-from specactor_ray.models.identity import model_identity
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer, require_named_model
+from specactor_ray.models.shapes import model_identity
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.runs.folder import RunLease
 

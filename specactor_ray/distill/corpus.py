@@ -22,7 +22,7 @@ from specactor_ray.core.files import parse_json, read_foreign, replacing, write_
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.models.identity import model_identity
+from specactor_ray.models.shapes import model_identity
 from specactor_ray.models.weight_buckets import from_wire, to_wire
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.table.requests import Finish, TargetRequest

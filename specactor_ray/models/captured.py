@@ -21,7 +21,7 @@ from specactor_ray.core.machine import fall_back
 from specactor_ray.models.cpu_attention import PageRows
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
-from specactor_ray.models.step_sizes import longest_tail, sizes
+from specactor_ray.models.shapes import longest_tail, step_sizes
 from specactor_ray.sampling.rules import Rules
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Captured(abc.ABC):
     ) -> None:  # fmt: skip
         self._cache, self._capturer, self._what, self._known = cache, capturer, what, False
         row = cache.open(1) if cache.pages > 1 else None
-        self._sizes = [] if row is None else sizes(rows, tokens)
+        self._sizes = [] if row is None else step_sizes(rows, tokens)
         self._unused = int(cache.page_table(np.array([row or 0]), np.ones(1))[0, 0]) * cache.page_size
         ints, pages = np.zeros((2, rows + 1), np.int32), (rows, -(-longest // cache.page_size))
         inputs = [*np.zeros((3, tokens), np.int64), np.zeros((rows, 5), np.int64), *extras, ints[0], ints[1, :rows]]

@@ -33,11 +33,6 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
 
-    def parameters_now(self) -> dict[str, torch.Tensor]:
-        """Copies of weight and bias, in the layout of `nn.Linear`."""
-        bias = {} if self._bias is None else {"bias": self._bias}
-        return {"weight": self.weight, **bias}
-
     @property
     def weight(self) -> torch.Tensor:
         """A copy of the weight, for modules that read it (routers)."""
@@ -86,17 +81,6 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
             module.set_weight(new[f"{name}.weight"], new.get(f"{name}.bias"))
         for name, tensor in plain.items():
             tensor.copy_(new[name])
-
-
-def stale_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> list[str]:
-    """Names of the weights of a model, whose linears may be packed, that do not have the values of `state_dict`."""
-    new = {**{name: state_dict[owner] for name, owner in tied.items() if owner in state_dict}, **state_dict}
-    own = dict(named_weights(model, every_name=True))
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            own |= {f"{name}.{kind}": tensor for kind, tensor in module.parameters_now().items()}
-    same = {name for name, tensor in own.items() if name in new and torch.equal(tensor, new[name].to(tensor))}
-    return [name for name in own if name not in same]
 
 
 def whole_weights(

@@ -26,7 +26,6 @@ from specactor_ray.models.packed_linear import (
     can_pack,
     cheapest_row_counts,
     pack_linears,
-    stale_weights,
 )
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.probe import far_from, probe_model
@@ -166,10 +165,6 @@ class RaggedModel:
         """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and
         nothing was changed."""
         assign_weights(self.model, state_dict, self._tied)
-
-    def stale_weights(self, state_dict: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of weights with other values in the model than these."""
-        return stale_weights(self.model, state_dict, self._tied)
 
     def _run(
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from specactor_ray.core.errors import InputError, did_you_mean, first_of
+from specactor_ray.core.errors import InputError, WeightsError, did_you_mean, first_of
 from specactor_ray.core.types import Probe
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import (
@@ -26,7 +26,9 @@ from specactor_ray.models.loading import (
     parse_dtype,
     weight_dtypes,
     weight_shapes,
+    wrong_value_errors,
 )
+from specactor_ray.models.packed_linear import whole_weights
 from specactor_ray.models.probe import probe_of
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -101,6 +103,25 @@ def from_wire(array: np.ndarray | torch.Tensor) -> torch.Tensor:
         return array
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+
+
+def as_in_files(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model, which may be on `meta`, as `save_pretrained` writes them and vLLM reads them, each tied
+    one once; in some families, such as Mixtral, transformers' modules have other names.
+
+    Raises:
+        InputError: They do not fit the model.
+        WeightsError: transformers cannot convert them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shapes, tied = weight_shapes(model)
+    weights = whole_weights(state_dict, shapes, tied)
+    try:
+        return dict(revert_weight_conversion(model, {name: x for name, x in weights.items() if name not in tied}))
+    except wrong_value_errors() as error:
+        kind = type(model).__name__
+        raise WeightsError(f"transformers cannot write the weights of {kind} for vLLM: {error}") from error
 
 
 # ---- checks ----

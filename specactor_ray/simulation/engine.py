@@ -145,9 +145,6 @@ class SimulatedEngine:
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         return np.full(len(token_ids) - 1, -1.0, np.float32)
 
-    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
-        return []
-
     def reset_prefix_cache(self) -> None:
         pass
 

@@ -139,9 +139,6 @@ class TargetEngine(Protocol):
         """float32 `(n - 1,)`: log-probabilities of `token_ids[1:]`, int32 `(n,)`, each after all tokens before it, with
         the present weights. Requests are not stepped, and nothing stays in the cache. InputError: no room for them."""
 
-    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
-        """Names of those whose loaded values differ from these; empty if the engine cannot read its own."""
-
     def reset_prefix_cache(self) -> None:
         """Drop the contexts of ended requests; for benchmarks."""
 

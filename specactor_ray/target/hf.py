@@ -23,7 +23,7 @@ from specactor_ray.core.types import TopTokens
 from specactor_ray.models.captured import Captured, CudaCapturer, StaticBatch, capturer_for
 from specactor_ray.models.layers import sleep, wake
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.models.step_sizes import longest_tail
+from specactor_ray.models.shapes import longest_tail
 from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device, warm_up
 from specactor_ray.sampling.probable import most_probable, prompt_scores
 from specactor_ray.table.requests import Finish
@@ -110,7 +110,7 @@ class HfEngine:
     arguments are keys of `target` (`config/schema.py`).
 
     Eager are steps with log-probabilities of prompts or of the most probable tokens, and those for which
-    `models/step_sizes.py` has no size: more tokens of prompts than in `sizes`, or a longer tail than `longest_tail`.
+    `step_sizes` has no size: more tokens of prompts than in any, or a longer tail than `longest_tail`.
     """
 
     def __init__(
@@ -206,9 +206,6 @@ class HfEngine:
             parts.append(prompt_scores(model.forward(np.array([row]), count, inputs, count), targets)[:, 0])
         model.cache.free(row)
         return np.concatenate(parts or [np.zeros(0, np.float32)])
-
-    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
-        return self._model.stale_weights(state_dict)
 
     def reset_prefix_cache(self) -> None:
         self._admission.prefixes.clear()

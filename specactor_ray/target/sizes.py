@@ -18,9 +18,9 @@ from specactor_ray.models.shapes import (
     context_of,
     count_parameters,
     head_dim,
+    step_sizes,
     token_bytes,
 )
-from specactor_ray.models.step_sizes import sizes
 from specactor_ray.target.base import STATES_UNDER_WAY
 
 BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
@@ -148,7 +148,7 @@ def beside_the_cache(target: TargetConfig) -> float:
 def captured_bytes(text: Any, itemsize: int, rows: int, tokens: int, logits: int) -> float:
     """Bytes of the captured steps of a model on a GPU (`models/captured.py`) with up to `rows` rows and `tokens`
     tokens: the kernels of each, and activations and up to `logits` logits of the largest, in memory of all."""
-    steps = sizes(rows, max(rows, tokens))
+    steps = step_sizes(rows, max(rows, tokens))
     kernels = len(steps) * int(text.num_hidden_layers) * _KERNELS * _KERNEL_BYTES
     positions = max(tokens for _, tokens in steps)
     return kernels + _step_bytes(text, itemsize, positions, min(positions, logits))

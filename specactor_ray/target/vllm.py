@@ -28,9 +28,8 @@ from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, W
 from specactor_ray.core.machine import fall_back
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import load_eos_token_ids, wrong_value_errors
-from specactor_ray.models.weight_buckets import from_wire
-from specactor_ray.models.weight_format import WeightFormat
+from specactor_ray.models.loading import load_empty_model, load_eos_token_ids, wrong_value_errors
+from specactor_ray.models.weight_buckets import as_in_files, from_wire
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.probable import top_tokens
 from specactor_ray.table.requests import Finish, TargetRequest
@@ -284,7 +283,7 @@ class VllmEngine:
             self._cached = {row: (list(blocks), computed) for row, (blocks, computed) in caches.items()}
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        weights = self._format.of_files(state_dict)
+        weights = as_in_files(self._empty_model, state_dict)
         self._run_out()
         if self._core.model_executor.is_sleeping:  # on GPUs nothing is mapped then; the cache stays asleep
             self._core.model_executor.wake_up(["weights"])
@@ -302,11 +301,11 @@ class VllmEngine:
         self.weight_version = version
 
     @functools.cached_property
-    def _format(self) -> WeightFormat:
+    def _empty_model(self) -> Any:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self._core.vllm_config):  # vLLM may have decorated the model's class
-            return WeightFormat(self._config.model, trust_remote_code=self._config.trust_remote_code)
+            return load_empty_model(self._config.model, trust_remote_code=self._config.trust_remote_code)
 
     def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         found = np.zeros((0, 3), np.float32)
@@ -338,9 +337,6 @@ class VllmEngine:
             self._run_out()
             scheduler.waiting.prepend_requests(reversed(held))  # the last one first
             self._read = read
-
-    def stale_weights(self, state_dict: Mapping[str, Any]) -> list[str]:
-        return []  # its own names and layouts
 
     def reset_prefix_cache(self) -> None:
         self._run_out()

@@ -229,9 +229,8 @@ class VerifyLoop(Loop):
         engine.weight_version = _NO_VERSION  # unless all goes well
         self._unproved = None
         engine.load_weights(weights.version, state_dict)
-        self._unproved = functools.partial(
-            prove, engine, weights.probe, f"weights of version {weights.version} did not arrive", state_dict
-        )
+        what = f"weights of version {weights.version} did not arrive"
+        self._unproved = functools.partial(prove, engine, weights.probe, what)
         if not self._asleep:
             self._prove()
 

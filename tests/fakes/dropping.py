@@ -22,7 +22,8 @@ class DroppingEngine(HfEngine):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         owner, _, kind = self.dropped.rpartition(".")
         module = self._model.model.get_submodule(owner)
-        kept = module.parameters_now()[kind] if isinstance(module, PackedLinear) else getattr(module, kind)
+        names = {"weight": "weight", "bias": "_bias"} if isinstance(module, PackedLinear) else {}
+        kept = getattr(module, names.get(kind, kind))
         super().load_weights(version, {**state_dict, self.dropped: kept.clone()})
 
 

@@ -14,7 +14,7 @@ from specactor_ray.core.errors import WeightsError
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import tied
 from specactor_ray.models.probe import eager_logprobs, probe_tokens
-from specactor_ray.models.weight_format import WeightFormat
+from specactor_ray.target import vllm as target_vllm
 from specactor_ray.target.vllm import VllmEngine
 from tests.families import one_of_each
 from tests.tiny import tiny_vllm_target
@@ -151,12 +151,12 @@ def test_bfloat16_is_that_of_a_fresh_engine(family: str, tmp_path: Path) -> None
 
 def test_a_parameter_without_weights_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, *_ = make("llama", tmp_path)
-    whole = WeightFormat.of_files
+    whole = target_vllm.as_in_files
 
-    def without_norm(self: WeightFormat, state_dict: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in whole(self, state_dict).items() if name != "model.norm.weight"}
+    def without_norm(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in whole(*given).items() if name != "model.norm.weight"}
 
-    monkeypatch.setattr(WeightFormat, "of_files", without_norm)
+    monkeypatch.setattr(target_vllm, "as_in_files", without_norm)
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
         engine.load_weights(1, weights_of("llama", 1))
     assert engine.weight_version == 0

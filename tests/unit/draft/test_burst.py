@@ -23,7 +23,7 @@ from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.captured import Captured
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.models.step_sizes import sizes
+from specactor_ray.models.shapes import step_sizes
 from tests.attention import attending
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
@@ -104,7 +104,7 @@ def drafts(drafter: Drafter, slots: int) -> list[Any]:
 def test_a_burst_is_fetched_once_and_steps_are_captured_at_the_start(make: Any) -> None:
     device = FakeCapturer()
     drafter, requests = make(capturer=device, max_batch=20), requests_of(5, 0)
-    assert device.captures == len(sizes(20, 512)) and {rows for rows, _ in sizes(20, 512)} == {1, 4, 16, 20}
+    assert device.captures == len(step_sizes(20, 512)) and {rows for rows, _ in step_sizes(20, 512)} == {1, 4, 16, 20}
     for request in requests:
         request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=400)
         request.open(drafter, LONGEST + 4)
@@ -120,7 +120,7 @@ def test_a_burst_is_fetched_once_and_steps_are_captured_at_the_start(make: Any) 
     for request in requests:
         request.commit(drafter, [8])
         extend_fully(drafter)
-    assert device.captures == len(sizes(20, 512))
+    assert device.captures == len(step_sizes(20, 512))
 
 
 @MAKERS
@@ -241,7 +241,7 @@ def test_a_drafter_that_sleeps_holds_no_memory_and_drafts_the_same_afterwards(ma
         drafter.close(f"r{slot}", False)
     assert drafted(drafter) == before
     if device is not None:
-        fit = sum(tokens <= most for _, tokens in sizes(6, 512))
+        fit = sum(tokens <= most for _, tokens in step_sizes(6, 512))
         assert device.launches and (device.captures, device.warm_ups) == (2 * fit, fit * (1 if most == 512 else 2))
 
 

@@ -24,7 +24,7 @@ from specactor_ray.models import captured, ragged_attention, ragged_model
 from specactor_ray.models.captured import Captured, CudaCapturer
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.step_sizes import longest_tail, sizes
+from specactor_ray.models.shapes import longest_tail, step_sizes
 from specactor_ray.sampling import rules as sampling_rules
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
@@ -45,7 +45,7 @@ FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 9}, {"top_p": 0.8}, {}, {"t
     [(1, 1), (1, 512), (3, 7), (16, 512), (64, 512), (128, 1152), (512, 512), (256, 4096), (512, 8192)],
 )
 def test_every_mix_of_tails_has_a_step_and_steps_are_few(rows: int, tokens: int) -> None:
-    all_sizes = sizes(rows, tokens)
+    all_sizes = step_sizes(rows, tokens)
     assert len(set(all_sizes)) == len(all_sizes) <= 90
     assert {r for r, n in all_sizes} == {r for r, n in all_sizes if r == n}, "bursts go on with a token of each row"
     for r, n in all_sizes:
@@ -111,14 +111,14 @@ def test_a_decode_step_is_a_copy_a_launch_and_a_fetch(hidden: tuple[int, ...], c
     device = FakeCapturer()
     options = {"record_margins": not hidden, "hidden_layers": hidden, "max_batch": 6}
     ours, theirs = (Turns(raw(capturer=one, **options), 5) for one in (device, None))
-    assert device.captures == len(sizes(6, 512)) and device.launches == device.fetches == 1, "all prompts at once"
+    assert device.captures == len(step_sizes(6, 512)) and device.launches == device.fetches == 1, "all prompts at once"
     for turn, mix in enumerate(MIXES * 2):
         launches, fetches, copies[0] = device.launches, device.fetches, 0
         found = ours.step(mix)
         assert (device.launches - launches, device.fetches - fetches, copies[0]) == (1, 1, 1 + bool(hidden))
         assert equal(found, theirs.step(mix)), turn
         assert found.drafted.sum() == sum(mix)
-    assert device.captures == len(sizes(6, 512))
+    assert device.captures == len(step_sizes(6, 512))
 
 
 def test_right_drafts_are_accepted() -> None:
@@ -161,7 +161,7 @@ def test_steps_beside_a_prompt_are_captured(length: int) -> None:
 
 
 def test_a_prompt_that_is_longer_than_the_sizes_is_eager() -> None:
-    device, most = FakeCapturer(), max(tokens for _, tokens in sizes(4, 512))
+    device, most = FakeCapturer(), max(tokens for _, tokens in step_sizes(4, 512))
     engine = raw(capturer=device, max_batch=4)
     for length in (most, most + 1):
         engine.add(engine.table.open(TargetRequest("r0", tuple(range(5, 5 + length)), SamplingParams())))
@@ -222,7 +222,7 @@ def test_a_device_that_cannot_capture_is_named_and_decodes_without() -> None:
 
 def test_steps_that_do_not_fit_are_eager_until_the_next_wake() -> None:
     engine = raw(capturer=(device := FakeCapturer(most=64)), max_batch=4)
-    turns, eager, every = Turns(engine, 4), Turns(raw(max_batch=4), 4), sizes(4, 512)
+    turns, eager, every = Turns(engine, 4), Turns(raw(max_batch=4), 4), step_sizes(4, 512)
     assert device.captures == sum(tokens <= 64 for _, tokens in every) < len(every)
     least = min(tokens for _, tokens in every if tokens > 64)
     reason = f"from {least} tokens on: out of memory, use a smaller kv_cache_gb"

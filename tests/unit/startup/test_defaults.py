@@ -20,9 +20,8 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core import machine
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import footprint
-from specactor_ray.models import step_sizes
 from specactor_ray.models.loading import load_model_config
-from specactor_ray.models.shapes import GIB, context_of, token_bytes
+from specactor_ray.models.shapes import GIB, context_of, step_sizes, token_bytes
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.startup import memory
 from specactor_ray.startup.machine import Devices, Machine
@@ -293,7 +292,7 @@ def test_the_plan_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patched:
         patched.setattr(sizes, "captured_bytes", lambda *_: 0.0)
         captured -= beside_the_cache(own)
-    assert len(step_sizes.sizes(128, 2048)) == 61
+    assert len(step_sizes(128, 2048)) == 61
     assert captured == 61 * 28 * 40 * 4096 + 2048 * (152064 * 6 + (8 * 3584 + 2 * 18944) * 2)
     fits = int(beside_the_cache(other) / 0.92 + 0.5 * GIB)
     assert with_cache(config_of(other), fits).kv_cache_gb == pytest.approx(0.46, abs=0.01)
