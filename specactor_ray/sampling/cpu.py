@@ -29,8 +29,6 @@ MASS_UNIT = 2.0**42
 """Units of top-p: probabilities are whole numbers of exp((logit - max) / T) / 2^42; their sums do not depend on the
 order, so that all forms agree on the cut. A sum fits into 64 bits for up to 2^21 tokens."""
 
-MAX_POSITION = 2**32 - 1
-
 _BLOCK = 512
 _P_BINS, _P_BINS_PER_NAT = 2048, 64
 _K_BINS, _K_BINS_PER_LOGIT = 4096, 128

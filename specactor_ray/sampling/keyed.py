@@ -41,7 +41,6 @@ _PROBLEMS = {
     kernels.ERR_ALL_NEG_INF: "all logits are -inf",
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
-_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 class Found:
@@ -121,11 +120,8 @@ def verify_arrays(
         ids: As in `candidates`.
         logprobs: Whether log-probabilities are needed.
         backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
-
-    Raises:
-        ValueError: Shapes, dtype or positions do not fit.
     """
-    longest = _longest(logits, offsets, tail_offsets, positions, slots, rules)
+    longest = int(np.diff(tail_offsets).max(initial=0))
     arrays = offsets, tail_offsets, drafts, positions, slots
     begins, ends, tails, places, rows = to_device(arrays, logits.device)
     inputs = logits.detach(), begins, ends, tails, longest, places, rules, ranks, rows
@@ -197,32 +193,6 @@ def warm_up(
     rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
     logits = torch.zeros(2, 16, dtype=dtype, device=device) if logits is None else logits
     sample_rows(logits, rules, [0, 1], ranks)
-
-
-def _longest(
-    logits: torch.Tensor,
-    offsets: np.ndarray,
-    tail_offsets: np.ndarray,
-    positions: np.ndarray,
-    slots: np.ndarray,
-    rules: Rules,
-) -> int:
-    """Most drafts of a request. Raises ValueError where shapes, dtype or positions do not match."""
-    if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
-        raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
-                         f" {logits.dtype}")  # fmt: skip
-    if not len(offsets) == len(tail_offsets) - 1 == len(positions) == len(slots):
-        raise ValueError(f"{len(offsets)} row offsets for {len(tail_offsets) - 1} tails and {len(positions)} positions")
-    if not len(slots):
-        return 0
-    lengths, rows, table = tail_offsets[1:] - tail_offsets[:-1], logits.shape[0], rules.table
-    inside = offsets.min() >= 0 and (offsets + lengths).max() < rows and slots.min() >= 0 and slots.max() < len(table)
-    if not inside:
-        raise ValueError(f"offsets, tails or slots reach outside of {rows} logits, {len(table)} rules")
-    first = positions + table["base"][slots]
-    if first.min() < 0 or (first + lengths).max() > kernels.MAX_POSITION:
-        raise ValueError(f"positions must be between 0 and {kernels.MAX_POSITION}")
-    return int(lengths.max())
 
 
 @functools.lru_cache(8)

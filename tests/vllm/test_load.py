@@ -64,8 +64,8 @@ def test_a_model_that_takes_new_weights_is_served(family: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("qwen2-moe-window", r"window of 8 tokens.* from token 9 of 56"),
-        ("cohere2", "window of 8 tokens"),
+        ("qwen2-moe-window", "from token 9 of 56"),
+        ("cohere2", "as transformers does"),
         ("qwen3-some-windows", "AssertionError Sliding window for some but all layers"),
     ],
 )

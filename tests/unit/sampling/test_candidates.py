@@ -36,7 +36,7 @@ def mixed(count: int) -> list[SamplingParams]:
     return [SamplingParams((0.0, 0.6, 1.0)[i % 3], *filters[i % 4], seed=2**63 + i) for i in range(count)]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(rows())
 def test_pruned_draws_are_the_best_of_all_draws(case: tuple[np.ndarray, SamplingParams, int]) -> None:
     logits, params, position = case
@@ -56,19 +56,6 @@ def test_pruned_draws_are_the_best_of_all_draws(case: tuple[np.ndarray, Sampling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype(dtype: torch.dtype) -> None:
-    """The first candidate is what `sample_rows` draws, in large vocabularies as well."""
-    logits = (3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0))).to(dtype)
-    params = mixed(60)
-    positions = [17 * i for i in range(60)]
-    tokens, gaps = ranked(logits, params, positions)
-    sampled = sample_rows(logits, params, positions, record_margins=True)
-    assert tokens[:, 0].tolist() == sampled.token_ids and gaps.tolist() == np.float32(sampled.margins).tolist()
-    for row, rule, position, found in zip(logits, params, positions, tokens.tolist(), strict=True):
-        assert found == best_of_all(row.float().numpy(), rule, position)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_the_vocabulary_is_ranked_as_the_whole_one(dtype: torch.dtype) -> None:
     """Noise and tokens are those of the whole vocabulary, in which all other tokens have no chance."""
     rng, n, size = np.random.default_rng(5), 48, 5000
@@ -80,6 +67,8 @@ def test_a_part_of_the_vocabulary_is_ranked_as_the_whole_one(dtype: torch.dtype)
     rules.write(slots.tolist(), mixed(n), [0] * n)
     wanted, found = candidates(whole, 7 * slots, slots, rules), candidates(part, 7 * slots, slots, rules, ids=ids)
     assert found.tokens.tolist() == wanted.tokens.tolist() and found.gaps.tolist() == wanted.gaps.tolist()
+    for row, rule, position, best in zip(whole, mixed(n), 7 * slots, wanted.tokens.tolist(), strict=True):
+        assert best == best_of_all(row.float().numpy(), rule, int(position))
     assert set(found.tokens.ravel().tolist()) <= {-1, *ids.tolist()}
     for wrong in ({"ids": ids[1:]}, {"ids": ids, "backend": "triton"}):
         with pytest.raises(ValueError, match="ids"):
@@ -119,8 +108,3 @@ def test_ties_go_to_the_lowest_ids() -> None:
     assert ranked(logits[:, :700], [SamplingParams(0.0)], [0]).tokens.tolist() == [[30, 600, 650, 0, 1]]
     drowned = SamplingParams(seed=1)  # float64 rounds the noise away
     assert ranked(logits - 1e20, [drowned], [0]).tokens.tolist() == [[*range(MOST)]]
-
-
-def test_nothing_to_rank() -> None:
-    tokens, gaps = ranked(torch.zeros(0, 5), [], [])
-    assert tokens.shape == (0, MOST) and gaps.shape == (0,)

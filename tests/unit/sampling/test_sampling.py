@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import derive_seed
 from tests.tails import BAD_LOGITS, Drawn, check_bad_logits, gumbel_noise, sample_rows, verify_tails
 
-REPO = Path(__file__).parents[3]
 ALPHA = 1e-4  # seeds are fixed: a p-value under this is a wrong distribution, not bad luck
 
 
@@ -80,21 +75,13 @@ def perturbed(logits: np.ndarray, params: SamplingParams, position: int) -> np.n
 # --- the distribution ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_small_vocabulary_follows_the_softmax(temperature):
-    logits = np.random.default_rng(2).normal(size=12) * 1.5
-    tokens = draw(logits, 40_000, SamplingParams(temperature=temperature, seed=11))
-    want = softmax(logits, temperature) * len(tokens)
-    assert stats.chisquare(np.bincount(tokens, minlength=12), want).pvalue > ALPHA
-
-
-def test_one_position_over_many_seeds_follows_the_softmax():
-    logits = np.random.default_rng(3).normal(size=8)
-    n = 40_000
+def test_positions_and_seeds_follow_the_softmax():
+    logits, n = np.random.default_rng(2).normal(size=12) * 1.5, 40_000
+    over_positions = draw(logits, n, SamplingParams(temperature=1.7, seed=11))
     block = torch.from_numpy(logits.astype(np.float32)).expand(n, -1).contiguous()
-    for seeds in (range(n), [derive_seed(1, i, 0) for i in range(n)]):
-        tokens = sample_rows(block, [SamplingParams(seed=s) for s in seeds], [5] * n).token_ids
-        assert stats.chisquare(np.bincount(tokens, minlength=8), softmax(logits) * n).pvalue > ALPHA
+    params = [SamplingParams(1.7, seed=derive_seed(1, i, 0)) for i in range(n)]
+    for tokens in (over_positions, sample_rows(block, params, [5] * n).token_ids):
+        assert stats.chisquare(np.bincount(tokens, minlength=12), softmax(logits, 1.7) * n).pvalue > ALPHA
 
 
 def test_long_tail_of_rare_tokens_gets_its_mass():
@@ -115,67 +102,16 @@ def test_long_tail_of_rare_tokens_gets_its_mass():
     assert stats.kstest(ids / len(mass), stats.uniform.cdf).pvalue > ALPHA
 
 
-def test_successive_positions_are_independent():
-    logits = np.log([0.4, 0.3, 0.2, 0.1])
-    for first, seed in ((0, 0), (2**31 - 7, 2**64 - 1)):
-        tokens = draw(logits, 40_001, SamplingParams(seed=seed), first)
-        for lag in (1, 2):
-            table = np.zeros((4, 4))
-            np.add.at(table, (tokens[:-lag], tokens[lag:]), 1)
-            assert stats.chi2_contingency(table).pvalue > ALPHA
-
-
-@pytest.mark.parametrize("noise_of_drafter", ["shared", "own"])
-def test_shared_noise_makes_drafter_and_target_agree(noise_of_drafter):
-    rng = np.random.default_rng(5)
+def test_shared_noise_makes_drafter_and_target_agree():
+    rng, n = np.random.default_rng(5), 20_000
     target = rng.normal(size=200) * 2
     drafter = target + rng.normal(size=200) * 0.4
     tv = 0.5 * np.abs(softmax(target) - softmax(drafter)).sum()
-    seed = 21 if noise_of_drafter == "shared" else 22
-    n = 20_000
-    match = (draw(target, n, SamplingParams(seed=21)) == draw(drafter, n, SamplingParams(seed=seed))).mean()
+    truth = draw(target, n, SamplingParams(seed=21))
+    shared, own = ((truth == draw(drafter, n, SamplingParams(seed=seed))).mean() for seed in (21, 22))
     bound, slack = (1 - tv) / (1 + tv), 4 * 0.5 / math.sqrt(n)
-    assert 0.05 < tv < 0.5
-    if noise_of_drafter == "shared":
-        assert bound - slack <= match <= 1 - tv + slack
-    else:
-        assert match < bound - slack  # so the bound is not met by luck
-
-
-# --- same draw everywhere ------------------------------------------------------------------------------------
-
-PROBE = """
-import hashlib, torch
-from specactor_ray.transport.messages import SamplingParams
-from tests.tails import gumbel_noise, sample_rows
-from specactor_ray.sampling.seeds import derive_seed
-logits = torch.linspace(-3, 3, 3000).sin().mul(4).expand(64, -1)
-params = [SamplingParams(seed=derive_seed(7, i, 1), top_p=0.9 if i % 2 else 1.0) for i in range(64)]
-tokens = sample_rows(logits, params, range(64)).token_ids
-noise = hashlib.sha256(gumbel_noise(2**64 - 1, 3, 4096).tobytes()).hexdigest()
-"""
-
-
-def run_probe() -> tuple[list[int], str]:
-    scope: dict = {}
-    exec(PROBE, scope)
-    return scope["tokens"], scope["noise"]
-
-
-def test_another_process_draws_the_same():
-    child = subprocess.run(
-        [sys.executable, "-c", PROBE + "\nprint(repr((tokens, noise)))"],
-        cwd=REPO, env={"PYTHONPATH": str(REPO), "PYTHONHASHSEED": "5", "HOME": str(Path.home())},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.strip() == repr(run_probe())
-
-
-def test_threads_draw_the_same():
-    want = run_probe()
-    with ThreadPoolExecutor(4) as pool:
-        assert all(got == want for got in pool.map(lambda _: run_probe(), range(16)))
+    assert 0.05 < tv < 0.5 and bound - slack <= shared <= 1 - tv + slack
+    assert own < bound - slack, "so the bound is not met by luck"
 
 
 # --- pruned and filtered: equal to the plain reference --------------------------------------------
@@ -207,9 +143,8 @@ def rows(draw_from) -> tuple[np.ndarray, SamplingParams, int]:
 @pytest.mark.parametrize(
     "rule", [{}, {"temperature": 0.6}, {"top_k": 50}, {"top_p": 0.95}, {"top_k": 3000, "top_p": 0.6}]
 )
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_large_vocabulary_equals_the_reference(rule, spread):
-    logits = (np.random.default_rng(6).normal(size=(12, 50_000)) * spread).astype(np.float32)
+def test_large_vocabulary_equals_the_reference(rule):
+    logits = (np.random.default_rng(6).normal(size=(12, 50_000)) * 3.0).astype(np.float32)
     params = [SamplingParams(seed=1000 + i, **rule) for i in range(12)]
     scores = np.array([perturbed(row, one, 3) for row, one in zip(logits, params, strict=True)])
     got = sample_rows(torch.from_numpy(logits), params, [3] * 12, record_margins=True)
@@ -306,31 +241,6 @@ def test_draft_ids_outside_of_the_vocabulary_never_match_and_a_batch_may_be_empt
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_logits_are_named(values, problem, temperature):
     check_bad_logits(values, problem, SamplingParams(temperature))
-
-
-@pytest.mark.parametrize(("change", "problem"), [
-    ({"logits": torch.zeros(5)}, "logits must be"),
-    ({"logits": torch.zeros(5, 4, dtype=torch.float64)}, "logits must be"),
-    ({"logits": torch.zeros(5, 0)}, "logits must be"),
-    ({"row_offsets": [0, 4]}, "outside"),
-    ({"row_offsets": [-1, 2]}, "outside"),
-    ({"row_offsets": [0]}, "1 row offsets for 2 tails"),
-    ({"tails": [(1,)]}, "1 tails"),
-    ({"positions": [0, -1]}, "positions"),
-    ({"positions": [0, 2**32 - 1]}, "positions"),
-])  # fmt: skip
-def test_calls_that_do_not_fit_are_refused(change, problem):
-    call = {"logits": torch.zeros(5, 4), "row_offsets": [0, 2], "tails": [(1,), (1, 2)],
-            "params": [SamplingParams()] * 2, "positions": [0, 0]} | change  # fmt: skip
-    with pytest.raises(ValueError, match=problem):
-        verify_tails(**call)
-
-
-@pytest.mark.parametrize("slot", [-1, 2])
-def test_slots_without_a_rule_are_refused(slot):
-    rules, rows = Rules(2), np.arange(2)
-    with pytest.raises(ValueError, match="slots"):
-        verify_arrays(torch.zeros(2, 4), rows, np.zeros(3, np.int64), rows[:0], rows, np.array([0, slot]), rules)
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
