@@ -35,7 +35,7 @@ from specactor_ray.trainer.rewards import RewardSample
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.trajectory import Trajectory
-    from specactor_ray.trainer.steps import TrainingParts
+    from specactor_ray.trainer.steps import Training
 
 REPORT_FILE = "report.json"
 _MOST_CORES = 8
@@ -175,15 +175,15 @@ def _train(demo: Demo) -> None:
     tasks = [row for _, row in read_jsonl(str(config.data.path))][config.data.limit :]
     begin = 0.0
 
-    def watch(parts: TrainingParts) -> None:
+    def watch(training: Training) -> None:
         nonlocal begin
-        done, trainer = parts.saver.state.step, parts.config.trainer
+        done, trainer = training.state.step, training.config.trainer
         if done == 1:
             step_s = demo.seconds - begin
             trainer.steps = plan_steps(step_s, 60.0 * demo.minutes - _END_S - demo.seconds, trainer.steps)
             demo.say(f"step 1 took {step_s:.1f} s: {trainer.steps} steps in the time left")
         if done in (0, trainer.steps):
-            outputs = parts.rollout.generate([task["prompt"] for task in tasks])
+            outputs = training.rollout.generate([task["prompt"] for task in tasks])
             answers = (tasks[one.prompt_index]["answer"] for one in outputs)
             scored = zip(outputs, answers, strict=True)
             demo.held_out.append([(one.text, similarity(RewardSample("", one.text, answer))) for one, answer in scored])

@@ -96,7 +96,7 @@ def rollout(
     settings, progress = load_settings(config_file, overrides)
     with signals_deferred():
         from specactor_ray.runs.rollout import run_rollout
-        from specactor_ray.trainer.scoring import row_scorer
+        from specactor_ray.trainer.rewards import row_scorer
 
     with row_scorer(settings) as scorer:
         outcome = run_rollout(settings, progress, scorer)

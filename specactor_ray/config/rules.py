@@ -19,7 +19,7 @@ from specactor_ray.config.schema import (
     RaceName,
     TargetConfig,
 )
-from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, RewardConfig, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
@@ -111,9 +111,15 @@ def validate_training(config: Config) -> None:
     """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
     for name in _TRAINING_SECTIONS:
         reject_values_not_allowed(getattr(config, name), f"{name}.")
-    for index, function in enumerate(config.reward.functions):
-        reject_values_not_allowed(function, f"reward.functions.{index}.")
+    validate_rewards(config.reward)
     _raise_first(_of_training(config))
+
+
+def validate_rewards(rewards: RewardConfig) -> None:
+    """Check the section `reward`, which rollouts use, too. Raises as `validate`."""
+    reject_values_not_allowed(rewards, "reward.")
+    for index, function in enumerate(rewards.functions):
+        reject_values_not_allowed(function, f"reward.functions.{index}.")
 
 
 def unused_by_rollouts(config: Config, scores: bool = False) -> list[str]:

@@ -119,14 +119,6 @@ class InputError(UserError):
     """A prompt, a data file or a sampling parameter cannot be used."""
 
 
-class NoTemplateError(InputError):
-    """Chat messages for a model without a chat template."""
-
-
-class TooLongError(InputError):
-    """A prompt has more characters than the context can hold."""
-
-
 class RangeError(InputError):
     """The value of a dotted key, in the form of `clipped`, is not allowed; `allowed` is like `be true or false`."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import InputError, NoTemplateError, TooLongError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import parse_json
 from specactor_ray.rollout.literal import Rendered, control_tokens, tokenize
 from specactor_ray.rollout.rendering import render, texts_of
@@ -236,7 +236,7 @@ def encode_chat(
     if tokenizer is None:
         raise InputError("the model has no tokenizer; give prompts as lists of token ids")
     if not tokenizer.chat_template:
-        raise NoTemplateError(
+        raise InputError(
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
             "text or token ids"
         )
@@ -249,12 +249,12 @@ def encode_chat(
 
 
 def refuse_long(tokenizer: Any, texts: Iterable[str], most: int | None) -> None:
-    """Raises TooLongError for texts that have more characters together than a context of `most` tokens can hold."""
+    """Raises InputError for texts that have more characters together than a context of `most` tokens can hold."""
     if most is None:
         return
     size, longest = sum(map(len, texts)), control_tokens(tokenizer).longest
     if size > most * longest:
-        raise TooLongError(
+        raise InputError(
             f"the prompt has {size} characters, and a context of {most} tokens holds at most {most * longest} "
             f"(the longest token has {longest})"
         )

@@ -46,14 +46,8 @@ class Episode:
     """Sampling parameters with the seed of this sample."""
     prompt: tuple[int, ...] = ()
     """Token ids of the first messages."""
-    output: list[int] = field(default_factory=list)
-    """Token ids after the prompt: turns, and the tokens between them."""
-    logprobs: list[float] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
-    """Whether each token of `output` was sampled by the model."""
-    turns: list[Trajectory] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of the weights, each with the number of output tokens at its end."""
+    parts: list[Trajectory | Sequence[int]] = field(default_factory=list)
+    """What follows the prompt: turns of the model, and the token ids between two turns."""
     reward: float = 0.0
     finish_reason: str = "error"
     error: str = ""
@@ -64,47 +58,49 @@ class Episode:
     """Seconds of waiting for its environment."""
 
     @property
+    def turns(self) -> list[Trajectory]:
+        """Turns of the model."""
+        return [part for part in self.parts if isinstance(part, Trajectory)]
+
+    @property
+    def output(self) -> list[int]:
+        """Token ids after the prompt."""
+        return [token for part in self.parts for token in (part.token_ids if isinstance(part, Trajectory) else part)]
+
+    @property
     def own_token_ids(self) -> tuple[int, ...]:
         """Tokens that the model sampled."""
-        return tuple(itertools.compress(self.output, self.own))
-
-    def add_turn(self, turn: Trajectory) -> None:
-        """Append a turn of the model."""
-        begin = len(self.output)
-        self.versions += [(version, begin + tokens) for version, tokens in turn.versions]
-        self.output += turn.token_ids
-        self.logprobs += turn.logprobs
-        self.own += [True] * len(turn.token_ids)
-        self.versions.append((turn.weight_version, len(self.output)))
-        self.turns.append(turn)
-
-    def add_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens between two turns."""
-        self.output += token_ids
-        self.logprobs += [0.0] * len(token_ids)
-        self.own += [False] * len(token_ids)
+        return tuple(token for turn in self.turns for token in turn.token_ids)
 
     def trajectory(self, text: str) -> Trajectory:
         """The whole episode as one output; `text` is the decoded output."""
-        versions = [
-            one for one, after in zip(self.versions, [*self.versions[1:], (None, 0)], strict=True) if one[0] != after[0]
-        ]
+        logprobs, own, versions = list[float](), list[bool](), list[tuple[int, int]]()
+        for part in self.parts:
+            if isinstance(part, Trajectory):
+                versions += [(version, len(own) + tokens) for version, tokens in part.versions]
+                logprobs += part.logprobs
+                own += [True] * len(part.token_ids)
+                versions.append((part.weight_version, len(own)))
+            else:
+                logprobs += [0.0] * len(part)
+                own += [False] * len(part)
+        last = versions[-1][0] if versions else 0
         return Trajectory(
             request_id=f"{self.place[0]}-{self.place[1]}",
             prompt_index=self.place[0],
             sample_index=self.place[1],
             prompt_token_ids=self.prompt,
             token_ids=tuple(self.output),
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(logprobs),
             text=text,
             finish_reason=self.finish_reason,
             sampling=self.sampling,
             stats=RequestStats.total(turn.stats for turn in self.turns),
             error=self.error,
             prompt=self.task.prompt,
-            weight_version=versions[-1][0] if versions else 0,
-            versions=tuple(versions[:-1]),
-            loss_mask=tuple(self.own),
+            weight_version=last,
+            versions=tuple(one for one, after in itertools.pairwise(versions) if one[0] != after[0]),
+            loss_mask=tuple(own),
         )
 
 
@@ -168,7 +164,7 @@ class Conversations(WorkerPool):
                 if turn.error or turn.finish_reason == "abort":
                     episode.error = turn.error or "a turn was aborted"
                     break
-                episode.add_turn(turn)
+                episode.parts.append(turn)
                 is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
                 sample = reward_sample(episode.task, turn, episode.own_token_ids, episode.sampling.max_tokens)
                 state, reply = await self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
@@ -179,7 +175,7 @@ class Conversations(WorkerPool):
                 between = turns.between(reply.messages, turn.token_ids)
                 if len(episode.prompt) + len(episode.output) + len(between) >= self._context:
                     break
-                episode.add_context(between)
+                episode.parts.append(between)
         except InputError as error:
             episode.failure = f"{self._config.name}: {error}"
         if self._closes and state is not None:

@@ -13,14 +13,11 @@ import numpy as np
 
 from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, NoTemplateError, TooLongError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
 """Number of tasks of a generated source without `data.limit`; each is made when it is read."""
-_SHORTEN = "a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
-_CORRECT = "correct these rows"
-_TEMPLATE = "a model with a chat template, or texts as prompts without data.system_prompt"
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"
 """Fillers of Hangul and the empty Braille pattern: letters and a symbol without a glyph."""
 _GYM, _HUB = "reasoning_gym:", "hf:"
@@ -125,7 +122,7 @@ def is_blank(text: str) -> bool:
     return not any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK_LETTERS for one in text)
 
 
-def answer_text(value: Any, where: str, key: str, number: type[np.floating]) -> str | None:
+def answer_text(value: Any, where: str, key: str, number: type[np.floating] = np.float64) -> str | None:
     """A reference answer as text: a text, or a number in the fewest digits that identify it among the floats of this
     type, without exponent, such as `1` for 1.0. Raises InputError for other types, infinity and NaN."""
     if value is None or isinstance(value, str):
@@ -175,7 +172,7 @@ class GymSource:
     @property
     def without_answer(self) -> str:
         """`data.path` if the first task has no reference answer, else empty."""
-        return "" if has_reference(self[0].answer) else f"data.path: {self._config.path}"
+        return "" if has_reference(self[0].answer) else str(self._config.path)
 
 
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
@@ -224,28 +221,29 @@ class TaskStream:
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._count_tokens, self._max = count_tokens, max_prompt_tokens
         self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
-        self._refused = np.zeros(self.size, dtype=np.bool_)
-        """Whether a task was skipped, by its index; a task that was skipped once always is."""
+        self._skipped_in_a_row = 0
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks. Raises InputError if every task of the source was skipped."""
         tasks: list[Task] = []
         while len(tasks) < count:
-            index = self._next_index()
-            task = self._source[index]
-            reason, fix = self._why_not(task)
-            if not reason:
+            task = self._source[self._next_index()]
+            if reason := self._why_not(task):
+                self._skip(f"{task.place or f'row {task.index}'}, {reason}")
+            else:
+                self._skipped_in_a_row = 0
                 tasks.append(task)
-                continue
-            self.skipped += 1
-            reason = f"{task.place or f'row {index}'}, {reason}"
-            self.first_skip = self.first_skip or reason
-            if not self._refused[index]:
-                self._refused[index] = True
-                if self._refused.all():
-                    problem = f"data: none of the {self.size} prompts can be used; one of them, {reason}"
-                    raise InputError(f"{problem}. Fix: {fix}")
         return tasks
+
+    def _skip(self, reason: str) -> None:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self.first_skip = self.first_skip or reason
+        if self._skipped_in_a_row == 2 * self.size:  # the orders of two epochs: one of them is whole
+            raise InputError(
+                f"data: none of the {self.size} prompts can be used; one of them, {reason}. Fix: prompts that the "
+                "model's chat template can encode, and that fit target.max_model_len beside sampling.max_tokens"
+            )
 
     def _next_index(self) -> int:
         epoch, offset = divmod(self.position, self.size)
@@ -256,14 +254,10 @@ class TaskStream:
         self.position += 1
         return int(self._indices[offset])
 
-    def _why_not(self, task: Task) -> tuple[str, str]:
-        """Why a task is skipped, and the fix; empty texts if it is not."""
+    def _why_not(self, task: Task) -> str:
+        """Why a task is skipped; empty if it is not."""
         try:
             tokens = self._count_tokens(task.prompt)
-        except TooLongError as error:
-            return f"is too long: {error}", _SHORTEN
-        except NoTemplateError as error:
-            return f"cannot be encoded: {error}", _TEMPLATE
         except InputError as error:
-            return f"cannot be encoded: {error}", _CORRECT
-        return (f"has {tokens} tokens, and {self._max} is the limit", _SHORTEN) if tokens > self._max else ("", "")
+            return f"cannot be encoded: {error}"
+        return f"has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""

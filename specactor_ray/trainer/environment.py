@@ -201,10 +201,6 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 # ---- in worker processes ----
 
 
-class BadEnvironmentError(Exception):
-    """An environment violates its protocol."""
-
-
 class EnvironmentWorker:
     """Environments in a worker process: a request is the name of a method and its arguments.
 
@@ -213,7 +209,7 @@ class EnvironmentWorker:
     """
 
     def __init__(self, config: EnvironmentConfig, reward: RewardConfig) -> None:
-        make_environment(config)
+        make_environment(config)  # the imports are part of the process's start
         self._config, self._scorer = config, Scorer(reward)
 
     def __call__(self, request: tuple[str, tuple[Any, ...]]) -> Any:
@@ -253,28 +249,28 @@ def _pickled(instance: Environment) -> bytes:
     try:
         return pickle.dumps(instance)
     except Exception as error:  # noqa: BLE001 - its attributes may raise anything
-        raise BadEnvironmentError(
+        raise ValueError(
             f"an instance cannot be kept between its steps ({error}). Fix: plain data in its attributes, or "
             "__getstate__ and __setstate__ that leave out and restore the rest"
         ) from None
 
 
 def checked_messages(messages: Any, method: str) -> list[Message]:
-    """Messages of an environment as plain data. Raises BadEnvironmentError or InputError if they have another type."""
+    """Messages of an environment as plain data. Raises ValueError or InputError if they have another type."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise BadEnvironmentError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
+        raise ValueError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
     plain: list[Message] = plain_messages(messages)
     if method == "step" and any(message["role"] == "assistant" for message in plain):
-        raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
+        raise ValueError("step returned a message of the role assistant, which is the model's")
     return plain
 
 
 def checked_reply(reply: Any) -> Reply:
-    """A reply as plain data. Raises BadEnvironmentError or InputError if it has another type."""
+    """A reply as plain data. Raises ValueError or InputError if it has another type."""
     if not isinstance(reply, Reply):
-        raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
+        raise ValueError(f"step returned {clipped(reply)} where a Reply belongs")
     try:
         reward = checked_reward(float(reply.reward))
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}: {error}") from None
+        raise ValueError(f"step returned the reward {clipped(reply.reward)}: {error}") from None
     return Reply([] if reply.done else checked_messages(reply.messages, "step"), reward, bool(reply.done))

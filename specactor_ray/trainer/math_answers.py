@@ -50,7 +50,7 @@ _DELIMITER = re.compile(r"\$|\\\(|\\\[")
 _COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LAST_WORD = re.compile(r"(?<=[\s\d}])[A-Za-z]+$")  # a unit
 
-# math-verify's own time limits would replace the alarm of the reward process; its warning that they are off is muted.
+# The reward process has a time limit; the warning that math-verify's own ones are off is muted.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 

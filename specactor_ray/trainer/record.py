@@ -66,28 +66,6 @@ def _figures(train: Mapping[str, Any], speed: Mapping[str, Any], seconds: Mappin
             yield f"{accepted / drafted:.0%} of {method}'s drafts right"
 
 
-class PresentWork:
-    """The present phase of a run of `steps` steps, for its progress; the run begins with `done` of them."""
-
-    def __init__(self, steps: int, done: int = 0) -> None:
-        self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Number of ended trajectories of the present step, and its total."""
-        self.done, self.steps = done, steps
-        """Number of steps done, and of all steps, which may change."""
-        self._begun, self._phase = 0, "starting Ray, verifiers and trainer"
-
-    def begin(self, step: int, phase: str) -> None:
-        """Begin a phase of a step."""
-        self._begun, self._phase = step, phase
-
-    def show(self, progress: PhaseProgress) -> None:
-        """Show it, such as `step 2/30, rollout 12/32`."""
-        done, total = self.rollout_progress()
-        count = f" {done}/{total}" if self._phase == "rollout" and total else ""
-        step = f"step {self._begun}/{self.steps}, " if self._begun else ""
-        progress.update(self.done, f"{step}{self._phase}{count}", self.steps)
-
-
 class StepRecorder:
     """Records one step after the other.
 
@@ -95,29 +73,29 @@ class StepRecorder:
     the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run: TrainingRun,
-        rollout: Rollout,
-        work: PresentWork,
-        show: Callable[[str], None],
-        width: int = 140,
-    ) -> None:
+    _rollout: Rollout
+
+    def __init__(self, config: Config, run: TrainingRun, show: Callable[[str], None], width: int = 140) -> None:
         """`show` shows a line of at most `width` columns to the user."""
-        self._config, self._run, self._rollout, self._width = config, run, rollout, width
+        self._config, self._run, self._show, self._width = config, run, show, width
         self._pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
-        self._work, self._show = work, show
-        work.rollout_progress = lambda: rollout.progress
         self._parts = contextlib.ExitStack()
-        self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
-        self._step = run.state.step
+        self._trackers: list[Callable[[Mapping[str, Any]], None]] = []
+        self._done = self._step = run.state.step
+        """Number of steps done, and number of the present step."""
+        self._present = "starting Ray, verifiers and trainer"
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
         self._gap = GapRule(config.target.dtype, self._recorded())
+
+    def open(self, rollout: Rollout) -> StepRecorder:
+        """Begin to record steps with this rollout; as a context manager it closes the trackers."""
+        self._rollout = rollout
+        self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
         self._counted = self._counters()
         """Counters of the rollout at the beginning of the step, which is the end of the step before."""
+        return self
 
     def __enter__(self) -> StepRecorder:
         return self
@@ -125,16 +103,23 @@ class StepRecorder:
     def __exit__(self, *error: object) -> None:
         self._parts.close()
 
+    def show_progress(self, progress: PhaseProgress) -> None:
+        """Show the present work, such as `step 2/30, rollout 12/32`; called by another thread."""
+        present = self._present
+        if present.endswith("rollout") and (counts := self._rollout.progress)[1]:
+            present += f" {counts[0]}/{counts[1]}"
+        progress.update(self._done, present, self._config.trainer.steps)
+
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
-        self._step, self._work.steps = step + 1, self._config.trainer.steps
+        self._step = step + 1
         if self._began is None:
             self._began, self._counted = time.perf_counter(), self._counters()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the time inside for this phase."""
-        self._work.begin(self._step, phase)
+        """Count the time inside for this phase of the step."""
+        self._present = f"step {self._step}/{self._config.trainer.steps}, {phase}"
         begin = time.perf_counter()
         try:
             yield
@@ -159,7 +144,7 @@ class StepRecorder:
         }
         self._counted = self._counters()
         self._write(record)
-        self._work.done = step
+        self._done = step
         self._show(step_line(record, self._config.trainer.steps, self._width))
         self._warn(record, experience.first_skip)
         for tracker in self._trackers:

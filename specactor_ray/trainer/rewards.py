@@ -1,26 +1,32 @@
-"""Reward functions, from one output to a number, and scoring of outputs in worker processes."""
+"""Reward functions, from one output to a number, and scoring of outputs in worker processes: in training, and of the
+rows of a rollout."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
+import itertools
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from specactor_ray.config.fields import reject_unlisted
 from specactor_ray.config.methods import import_named
+from specactor_ray.config.rules import validate_rewards
+from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ConfigError, clipped, counted_by_kind, place_of
+from specactor_ray.core.errors import ConfigError, InputError, clipped, counted_by_kind, place_of
+from specactor_ray.rollout.prompts import split_row
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.trainer.data import Task, has_reference, is_blank
-from specactor_ray.trainer.workers import Work, WorkerPool
+from specactor_ray.trainer.data import Task, answer_text, has_reference, is_blank
+from specactor_ray.trainer.workers import Outcome, Work, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -98,34 +104,30 @@ NEED_ANSWERS = ("exact_match", "math")
 """Rewards that compare with the reference answer of the task."""
 _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Reward → the module that it imports."""
+_KEY = "reward.functions"
 _SIGNATURE = (
     "def reward(sample) returns a number for any output, such as 0.0 for one that it cannot read; it takes one output "
     "(sample.text, sample.answer, sample.metadata), where a function of TRL takes a batch"
 )
+_MADE_UP = ("", "This text is no output of a model.")
+"""Texts of made-up outputs; in place of the empty one the answer of the task."""
 
 
 def find_reward(name: str) -> RewardFunction:
     """The reward function with this name, or the user's own `package.module:function`. Raises ConfigError if it does
-    not exist, cannot be called with a sample, or needs a module that cannot be imported."""
+    not exist, or needs a module that cannot be imported."""
     if ":" not in name:
-        reject_unlisted("reward.functions", name, (*sorted(REWARDS), "package.module:function"))
+        reject_unlisted(_KEY, name, (*sorted(REWARDS), "package.module:function"))
         if name in _NEEDS:
             try:
                 importlib.import_module(_NEEDS[name])
             except ImportError:
                 problem = f"{name!r} needs the package {_NEEDS[name]}."
-                raise ConfigError("reward.functions", problem, f"pip install {_NEEDS[name]}.") from None
+                raise ConfigError(_KEY, problem, f"pip install {_NEEDS[name]}.") from None
         return REWARDS[name]
-    function = import_named(name, "reward.functions")
+    function = import_named(name, _KEY)
     if not callable(function):
-        raise ConfigError("reward.functions", f"{name} is not a function.", "name one that takes a RewardSample.")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        problem = f"{name}{place_of(function)} cannot be called with one argument, a RewardSample ({error})."
-        raise ConfigError("reward.functions", problem, f"{_SIGNATURE}.") from None
-    except ValueError:  # functions of C have no signature
-        pass
+        raise ConfigError(_KEY, f"{name} is not a function.", "name one that takes a RewardSample.")
     return function  # type: ignore[no-any-return]
 
 
@@ -179,27 +181,65 @@ def reward_work(config: RewardConfig) -> Work:
     return Work("reward", config.timeout_s, partial(Scorer, config))
 
 
-def try_rewards(config: RewardConfig, samples: Sequence[RewardSample]) -> None:
-    """Score made-up outputs, in a process as in training, until one has a reward; built-in functions need no trial.
-    Raises ConfigError if none has; with `reward.failure_value`, to which functions may leave outputs, it is logged."""
-    own = ", ".join(term.name for term in config.functions if ":" in term.name)
+def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) -> None:
+    """Check that the reward functions have the answers that they need, and that those of the user score made-up outputs
+    for these tasks, in a process as in training. `without_answer`: place of the first task without one, or empty.
+
+    Raises InputError and ConfigError. With `reward.failure_value`, to which functions may leave outputs, functions
+    without a reward are logged."""
+    names = [term.name for term in config.reward.functions]
+    if without_answer and (needing := [name for name in names if name in NEED_ANSWERS]):
+        raise InputError(
+            f"data.path: {without_answer} has no {config.data.answer_key!r} (data.answer_key), or an empty one, and "
+            f"the reward {needing[0]} compares with it. Fix: add it, or choose another reward.functions"
+        )
+    own = ", ".join(name for name in names if ":" in name)
     if not own:
         return
-    reasons = Counter[str]()
-    with WorkerPool(reward_work(config), 1) as scorers:
-        for sample in samples:
-            _, problem = SYSTEM.result(scorers.submit(sample), math.inf)
+    reasons, most = Counter[str](), config.sampling.max_tokens
+    with WorkerPool(reward_work(config.reward), 1) as scorers:
+        for task, text in itertools.product(tasks, _MADE_UP):
+            text = text or task.answer or "Yes."
+            made_up = RewardSample(task.prompt, text, task.answer, task.metadata, tuple(range(8)), "stop", most)
+            _, problem = SYSTEM.result(scorers.submit(made_up), math.inf)
             if not problem:
                 return
             reasons[problem] += 1
     problem = f"{own} gave no reward to made-up outputs for the first tasks: {counted_by_kind(reasons)}."
-    if config.failure_value is None:
-        raise ConfigError("reward.functions", problem, f"{_SIGNATURE}.")
-    logger.warning("reward.functions: %s", problem)
+    if config.reward.failure_value is None:
+        raise ConfigError(_KEY, problem, f"{_SIGNATURE}.")
+    logger.warning("%s: %s", _KEY, problem)
 
 
-def made_up(task: Task, tokenizer: Any, max_tokens: int) -> Iterator[RewardSample]:
-    """Yield outputs for `try_rewards`: the answer, and a sentence."""
-    for text in (task.answer or "Yes.", "This text is no output of a model."):
-        token_ids = tuple(tokenizer.encode(text, add_special_tokens=False)[:max_tokens])
-        yield RewardSample(task.prompt, text, task.answer, task.metadata, token_ids, "stop", max_tokens)
+class RolloutScorer:
+    """A `RowScorer`: scores a rollout's rows. The answer is the column `data.answer_key`, all others are metadata."""
+
+    def __init__(self, config: Config, pool: WorkerPool) -> None:
+        self._config, self._pool = config, pool
+
+    def check(self, rows: Sequence[Any]) -> None:
+        tasks = [self._task(*split_row(row), f"prompt {number}") for number, row in enumerate(rows, start=1)]
+        check_rewards(self._config, tasks[:2], next((one.place for one in tasks if not has_reference(one.answer)), ""))
+
+    def submit(self, row: Mapping[str, Any]) -> Future[Outcome]:
+        task, text, ids = self._task(row["prompt"], row.get("columns", {}), "the row"), row["text"], row["token_ids"]
+        most = self._config.sampling.max_tokens
+        sample = RewardSample(task.prompt, text, task.answer, task.metadata, tuple(ids), row["finish_reason"], most)
+        return self._pool.submit(sample)
+
+    def _task(self, prompt: Any, columns: Mapping[str, Any], place: str) -> Task:
+        rest, key = dict(columns), self._config.data.answer_key
+        return Task(0, prompt, answer_text(rest.pop(key, None), place, key), rest, place)
+
+
+@contextmanager
+def row_scorer(config: Config) -> Iterator[RolloutScorer | None]:
+    """The scorer of a rollout, None without `reward.functions`; its processes end with the context. Raises ConfigError
+    for a function that is not available."""
+    if not config.reward.functions:
+        yield None
+        return
+    validate_rewards(config.reward)
+    Scorer(config.reward)
+    with WorkerPool(reward_work(config.reward), config.reward.workers) as pool:
+        yield RolloutScorer(config, pool)

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
 from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerConfig
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
@@ -33,9 +33,9 @@ from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
-from specactor_ray.trainer.record import PresentWork, StepRecorder
-from specactor_ray.trainer.rewards import NEED_ANSWERS, Scorer, made_up, reward_work, try_rewards
-from specactor_ray.trainer.steps import Saver, TrainingParts, Watch, run_steps
+from specactor_ray.trainer.record import StepRecorder
+from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_work
+from specactor_ray.trainer.steps import Training, Watch
 from specactor_ray.trainer.workers import WorkerPool
 
 _FLOAT32 = 4
@@ -45,9 +45,8 @@ FIXES = (
 )
 
 
-def train(config: Config, console: Console, watch: Watch = lambda parts: None) -> RunOutcome:
-    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch` is called before
-    the first step and after every step; it may change `parts.config.trainer.steps`.
+def train(config: Config, console: Console, watch: Watch = lambda training: None) -> RunOutcome:
+    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch`: see `Training`.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
@@ -94,34 +93,21 @@ def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Co
 
     show = partial(say, console)
     with contextlib.ExitStack() as parts:
-        work = PresentWork(config.trainer.steps, run.state.step)
-        parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
+        record = StepRecorder(config, run, show, console.width)
+        parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=record.show_progress))
         rollout = parts.enter_context(Rollout(resolved))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
-        record = parts.enter_context(StepRecorder(config, run, rollout, work, show, console.width))
+        parts.enter_context(record.open(rollout))
         if config.environment.name is None:
             workers = WorkerPool(reward_work(config.reward), config.reward.workers)
         else:
             workers = Conversations(config, _tokenizer(config.target), resolved.context)
         parts.enter_context(workers)
-        maker = ExperienceMaker(config, make_recipe(config), stream, workers)
-        ahead = None
+        maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
             parts.callback(ahead.close)
-        return run_steps(
-            TrainingParts(
-                config=config,
-                rollout=rollout,
-                trainer=trainer,
-                maker=ahead or maker,
-                record=record,
-                saver=Saver(run.store, trainer.save, run.state, run.is_saved),
-                teaches=online_drafter(config) is not None,
-                say=show,
-                watch=watch,
-            )
-        )
+        return Training(config, run, rollout, trainer, ahead or maker, record, show, watch).run()
 
 
 def _tokenizer(target: TargetConfig) -> Any:
@@ -167,12 +153,6 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
     the environment, and the user's reward functions return numbers. Raises ConfigError and InputError."""
     config, data = resolved.config, resolved.config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
-    needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
-    if needs_answer and (place := source.without_answer):
-        raise InputError(
-            f"{place} has no {data.answer_key!r} (data.answer_key), or an empty one, and the reward {needs_answer[0]} "
-            "compares with it. Fix: add it, or choose another reward.functions"
-        )
     tokenizer = _tokenizer(config.target)
     if config.environment.name is not None:
         role = getattr(make_environment(config.environment), "role", Environment.role)
@@ -182,9 +162,8 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
         return len(encode_prompt(tokenizer, prompt, data.chat, most=resolved.context, **text_options(data)))
 
     stream = TaskStream(source, config.sampling.seed, count_tokens, resolved.max_prompt_tokens, data.shuffle)
-    tasks, most = stream.take(2), config.sampling.max_tokens
+    check_rewards(config, stream.take(2), source.without_answer)
     stream.position = stream.skipped = 0
-    try_rewards(config.reward, [sample for task in tasks for sample in made_up(task, tokenizer, most)])
     return stream
 
 

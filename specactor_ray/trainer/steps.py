@@ -5,21 +5,21 @@ This module starts nothing and imports neither Ray nor torch: the same code runs
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import SpecActorError, WeightsError, counted_by_kind
 from specactor_ray.core.signals import signals_deferred
-from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, mean_reward
+from specactor_ray.runs.checkpoint import TrainState, mean_reward
 from specactor_ray.runs.folder import RunOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.runs.training import TrainingRun
     from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
     from specactor_ray.trainer.record import StepRecorder
     from specactor_ray.trainer.trainer_ranks import TrainerRanks
@@ -30,158 +30,137 @@ KEEP = "keep"
 """Policy of `Rollout.update_weights`: requests of later steps continue with the new weights."""
 
 
-class Saver:
-    """Writes checkpoints of the trainer's weights: `write` fills a folder; `saved`: `state` needs no saving."""
+class Training:
+    """The parts of a run, and its state after the last complete update. `run`: its folder and the state to begin with.
 
-    def __init__(self, store: CheckpointStore, write: Callable[[Path], None], state: TrainState, saved: bool) -> None:
-        self.state = state
-        """State after the last complete update."""
-        self.failures = 0
-        """Number of checkpoints that could not be written."""
-        self.problem = ""
-        """Reason why the last wanted checkpoint is missing; empty if it exists."""
-        self._store, self._write = store, write
-        self._saved_step = state.step if saved else -1
-        self._updating = False
+    `watch` is called before the first step and after every step, when the verifiers have its weights; it may change
+    `config.trainer.steps`. `say` shows a line to the user.
+    """
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether the state needs no saving."""
-        return self.state.step == self._saved_step
+    def __init__(
+        self,
+        config: Config,
+        run: TrainingRun,
+        rollout: Rollout,
+        trainer: TrainerRanks,
+        maker: ExperienceMaker | AheadMaker,
+        record: StepRecorder,
+        say: Callable[[str], None],
+        watch: Watch = lambda training: None,
+    ) -> None:
+        self.config, self.rollout, self.state = config, rollout, run.state
+        self._trainer, self._maker, self._record = trainer, maker, record
+        self._say, self._watch, self._store = say, watch, run.store
+        self._teaches = online_drafter(config) is not None
+        self._saved_step = run.state.step if run.is_saved else -1
+        self._save_failures, self._save_problem = 0, ""
+        """Number of checkpoints that could not be written, and why the last wanted one is missing."""
+        self._is_between_steps = False
+        """Whether an update has begun and not ended: its weights cannot be saved as those of any step."""
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Inside, the weights are between two steps, and cannot be saved; the state is set before the end."""
-        self._updating = True
-        yield
-        self._updating = False
+    def run(self) -> RunOutcome:
+        """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written.
+        Raises SpecActorError if a part was lost or the loss stayed non-finite; the summary has status `failed` then."""
+        try:
+            if self.state.step:  # the weight version is the number of steps done
+                self.rollout.update_weights(self._trainer.export_weights(self.state.step))
+            self._save()  # the first own checkpoint of a run that begins with another run's
+            self._watch(self)
+            while self.state.step < self.config.trainer.steps:
+                experience = self._step()
+                if self._record.problem:
+                    raise WeightsError(self._record.problem)
+                _refuse_to_learn_nothing(self.state, self.config, experience)
+                self._watch(self)
+        except KeyboardInterrupt:
+            saving = "" if self._saved_step == self.state.step else "; saving a checkpoint"
+            self._say(f"interrupted after step {self.state.step}{saving}")
+            return self._end("interrupted")
+        except Exception as error:
+            if not isinstance(error, SpecActorError):
+                logger.exception("training ends after step %d", self.state.step)
+            self._end("failed", str(error) if isinstance(error, SpecActorError) else f"{type(error).__name__}: {error}")
+            raise
+        return self._end("complete")
 
-    def save(self) -> bool:
-        """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not. Raises
-        SpecActorError if the trainer failed."""
-        if self.is_saved:
+    def _step(self) -> Experience:
+        record, sampling, step = self._record, self.config.sampling, self.state.step
+        record.begin(step)
+        with record.timed("rollout"):
+            experience = self._maker.collect(self.rollout, sampling, step)
+        with signals_deferred():
+            if self.config.trainer.offload:
+                self.rollout.sleep()
+                self._trainer.reload()
+            with record.timed("update"):
+                self._is_between_steps = True
+                update = self._trainer.update(experience.samples, step, sampling.seed + step)
+                self.state, self._is_between_steps = _next(self.state, update, experience), False
+            num_bytes = 0
+            try:
+                num_bytes = self._hand_over(experience)
+            finally:  # the step counts even if the verifiers did not get the weights
+                record.end(self.state.step, experience, update, num_bytes)
+            is_due = self.state.step % self.config.checkpoint.every == 0
+            if is_due or self.state.step == self.config.trainer.steps or self._save_problem:
+                with record.timed("checkpoint"):
+                    self._save()
+        return experience
+
+    def _hand_over(self, experience: Experience) -> int:
+        """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's
+        bytes."""
+        rollout, trainer, record, done = self.rollout, self._trainer, self._record, self.state.step
+        drafter_weights = None
+        if self._teaches:
+            with record.timed("update"):
+                drafter_weights = trainer.train_drafter(experience.samples, done - 1)
+        with record.timed("sync"):
+            weights = trainer.export_weights(done)
+            if self.config.trainer.offload:
+                trainer.offload()
+                rollout.wake()
+            rollout.update_weights(weights, KEEP if self.config.trainer.max_staleness else None)
+            if drafter_weights is not None:
+                rollout.update_drafter(drafter_weights)
+        return weights.num_bytes
+
+    def _save(self) -> bool:
+        """Save the state unless it is saved. Returns whether it is; if not, the reason is kept. Raises SpecActorError
+        if the trainer failed."""
+        step = self.state.step
+        if self._saved_step == step:
             return True
-        if self._updating:
-            self.problem = f"the update after step {self.state.step} was broken off, and the weights are between steps"
+        if self._is_between_steps:
+            self._save_problem = f"the update after step {step} was broken off, and the weights are between steps"
             return False
         try:
-            self._store.save(self.state, self._write)
+            self._store.save(self.state, self._trainer.save)
         except OSError as error:
-            self.failures += 1
-            self.problem = str(error)
-            logger.error("the checkpoint of step %d was not written: %s", self.state.step, error)
+            self._save_failures += 1
+            self._save_problem = str(error)
+            logger.error("the checkpoint of step %d was not written: %s", step, error)
             return False
-        self._saved_step, self.problem = self.state.step, ""
+        self._saved_step, self._save_problem = step, ""
         return True
 
-
-@dataclass(frozen=True, slots=True)
-class TrainingParts:
-    """Parts that the steps use."""
-
-    config: Config
-    rollout: Rollout
-    trainer: TrainerRanks
-    maker: ExperienceMaker | AheadMaker
-    record: StepRecorder
-    saver: Saver
-    """Holds the initial state of the training, and later the present one."""
-    teaches: bool
-    """Whether the trainer trains a drafter."""
-    say: Callable[[str], None]
-    """Shows a line to the user."""
-    watch: Watch = lambda parts: None
-    """Called before the first step and after every step, when the verifiers have its weights; may change
-    `config.trainer.steps`."""
+    def _end(self, status: str, reason: str = "") -> RunOutcome:
+        """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
+        with signals_deferred():
+            try:
+                with self._record.timed("checkpoint"):
+                    problem = "" if self._save() else self._save_problem
+            except SpecActorError as error:  # the trainer itself may be lost
+                problem = str(error)
+            if problem:
+                status = "failed"
+                lost = f"the checkpoint of step {self.state.step} could not be written: {problem}"
+                reason = f"{reason}; {lost}" if reason else lost
+                self._say(lost)
+            return self._record.finish(status, self._save_failures, reason)
 
 
-Watch = Callable[[TrainingParts], None]
-
-
-def run_steps(parts: TrainingParts) -> RunOutcome:
-    """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written. Raises
-    SpecActorError if a part was lost or the loss stayed non-finite; the summary has status `failed` then."""
-    saver = parts.saver
-    try:
-        if saver.state.step:  # the weight version is the number of steps done
-            parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
-        saver.save()  # the first own checkpoint of a run that begins with another run's
-        parts.watch(parts)
-        while saver.state.step < parts.config.trainer.steps:
-            experience = _step(parts)
-            if parts.record.problem:
-                raise WeightsError(parts.record.problem)
-            _refuse_to_learn_nothing(parts, experience)
-            parts.watch(parts)
-    except KeyboardInterrupt:
-        parts.say(f"interrupted after step {saver.state.step}{'' if saver.is_saved else '; saving a checkpoint'}")
-        return _end(parts, "interrupted")
-    except Exception as error:
-        if not isinstance(error, SpecActorError):
-            logger.exception("training ends after step %d", saver.state.step)
-        _end(parts, "failed", str(error) if isinstance(error, SpecActorError) else f"{type(error).__name__}: {error}")
-        raise
-    return _end(parts, "complete")
-
-
-def _step(parts: TrainingParts) -> Experience:
-    state, record, saver = parts.saver.state, parts.record, parts.saver
-    record.begin(state.step)
-    sampling = parts.config.sampling
-    with record.timed("rollout"):
-        experience = parts.maker.collect(parts.rollout, sampling, state.step)
-    with signals_deferred():
-        if parts.config.trainer.offload:
-            parts.rollout.sleep()
-            parts.trainer.reload()
-        with record.timed("update"), saver.updating():
-            update = parts.trainer.update(experience.samples, state.step, sampling.seed + state.step)
-            saver.state = _next(state, update, experience)
-        num_bytes = 0
-        try:
-            num_bytes = _hand_over(parts, experience)
-        finally:  # the step counts even if the verifiers did not get the weights
-            record.end(saver.state.step, experience, update, num_bytes)
-        due = saver.state.step % parts.config.checkpoint.every == 0 or saver.state.step == parts.config.trainer.steps
-        if due or saver.problem:
-            with record.timed("checkpoint"):
-                saver.save()
-    return experience
-
-
-def _hand_over(parts: TrainingParts, experience: Experience) -> int:
-    """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's bytes."""
-    rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
-    drafter_weights = None
-    if parts.teaches:
-        with record.timed("update"):
-            drafter_weights = trainer.train_drafter(experience.samples, done - 1)
-    with record.timed("sync"):
-        weights = trainer.export_weights(done)
-        if parts.config.trainer.offload:
-            trainer.offload()
-            rollout.wake()
-        rollout.update_weights(weights, KEEP if parts.config.trainer.max_staleness else None)
-        if drafter_weights is not None:
-            rollout.update_drafter(drafter_weights)
-    return weights.num_bytes
-
-
-def _end(parts: TrainingParts, status: str, reason: str = "") -> RunOutcome:
-    """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
-    saver = parts.saver
-    with signals_deferred():
-        try:
-            with parts.record.timed("checkpoint"):
-                problem = "" if saver.save() else saver.problem
-        except SpecActorError as error:  # the trainer itself may be lost
-            problem = str(error)
-        if problem:
-            status = "failed"
-            lost = f"the checkpoint of step {saver.state.step} could not be written: {problem}"
-            reason = f"{reason}; {lost}" if reason else lost
-            parts.say(lost)
-        return parts.record.finish(status, saver.failures, reason)
+Watch = Callable[[Training], None]
 
 
 def _next(state: TrainState, update: Mapping[str, float], experience: Experience) -> TrainState:
@@ -198,10 +177,9 @@ def _next(state: TrainState, update: Mapping[str, float], experience: Experience
     )
 
 
-def _refuse_to_learn_nothing(parts: TrainingParts, experience: Experience) -> None:
+def _refuse_to_learn_nothing(state: TrainState, config: Config, experience: Experience) -> None:
     """Raises SpecActorError after `trainer.max_bad_steps` bad steps in a row, or if all steps of the run are bad."""
-    state, trainer = parts.saver.state, parts.config.trainer
-    if state.bad_steps < min(trainer.max_bad_steps, trainer.steps):
+    if state.bad_steps < min(config.trainer.max_bad_steps, config.trainer.steps):
         return
     reason, fix = "the loss or the gradient was not finite", "a lower trainer.learning_rate"
     if experience.is_unusable:

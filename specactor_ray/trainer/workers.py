@@ -1,7 +1,4 @@
-"""Processes of the driver for user functions, independent of Ray, with a time limit.
-
-There are two limits. Inside the process an alarm interrupts Python code after `timeout_s` and keeps the process. Code
-that an alarm cannot interrupt (native code, a swallowed exception) is ended with its process some seconds later.
+"""Processes of the driver for user functions, independent of Ray, with a time limit, which ends the process.
 
 A process is a fresh interpreter that leads its own process group, which ends with the process, and with the driver.
 After the end of a process its request is tried again: a request holds all inputs of its result.
@@ -24,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any, Self
 
 import psutil
@@ -39,8 +35,6 @@ Outcome = tuple[Any, str]
 """Result of a function, or None and the reason if there is none."""
 _ATTEMPTS = 3
 """Number of tries of a request when its process dies."""
-_GRACE_S = 5.0
-"""Seconds beyond `Work.timeout_s` after which a process is killed."""
 _START_S = 60.0
 """Longest time for a fresh process to import the modules of the functions."""
 _SEND_S = 10
@@ -67,10 +61,9 @@ class Work:
 
 
 class WorkerPool:
-    """Answers requests in several processes at once; a context manager. Raises the errors of `Work.open`."""
+    """Answers requests in several processes at once; a context manager."""
 
     def __init__(self, work: Work, workers: int) -> None:
-        work.open()
         self._work, self._died = work, False
         self._processes = [_WorkerProcess(work) for _ in range(workers)]
         self._idle: queue.LifoQueue[_WorkerProcess] = queue.LifoQueue()
@@ -125,16 +118,17 @@ class _WorkerProcess:
 
     def answer(self, request: Any) -> Outcome:
         """Execute a request. Raises `_DiedError`."""
+        work = self._work
         try:
             if self._process is None and (problem := self._start()):
                 self._end()
                 return None, problem
             self._channel.send(request)
-            outcome: Outcome = self._receive(self._work.timeout_s + _GRACE_S)
+            outcome: Outcome = self._receive(work.timeout_s)
             return outcome
         except TimeoutError:
             self._end()
-            return None, "timed out and had to be killed"
+            return None, f"took longer than {work.name}.timeout_s ({work.timeout_s:g} s)"
         except (_DiedError, OSError, EOFError) as problem:
             self._end()
             raise _DiedError(str(problem) or "it closed its channel") from None
@@ -209,16 +203,11 @@ def _check_memory(pid: int) -> None:
 # ---- inside the process ----
 
 
-class TookTooLongError(BaseException):
-    """A function took too long. Not an `Exception`, since libraries that functions use catch those."""
-
-
 def main() -> None:
     """Serve the channel whose descriptor is the first argument. It carries a `Work`, answered by the reason if it
     cannot be done (else empty), then requests, each answered by an `Outcome`."""
     channel = Connection(int(sys.argv[1]))
     del sys.argv[1:]
-    ignore_sigterm_but_in_forks()
     _end_with_driver()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # as for Ray's workers: the kernel kills these first when memory is short
@@ -231,51 +220,18 @@ def main() -> None:
     channel.send("")
     with contextlib.suppress(EOFError):
         while True:
-            outcome = answer(function, channel.recv(), work)
+            outcome = answer(function, channel.recv())
             if os.getpid() != pid:  # a fork in the function that returned
                 os._exit(0)
             channel.send(outcome)
 
 
-def answer(function: Callable[[Any], Any], request: Any, work: Work) -> Outcome:
-    """Call a function; an alarm interrupts Python code after `work.timeout_s`."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TookTooLongError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, work.timeout_s)
+def answer(function: Callable[[Any], Any], request: Any) -> Outcome:
+    """Call a function."""
     try:
         return function(request), ""
-    except TookTooLongError:
-        return None, f"took longer than {work.name}.timeout_s ({work.timeout_s:g} s)"
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         return None, in_words(error)[:_MOST_CHARACTERS]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def ignore_sigterm_but_in_forks() -> None:
-    """Ignore SIGTERM, which Ray sends to all processes of a stopped job while its driver still collects outcomes.
-
-    SIGTERM ends forks. It is blocked during a fork, so that one which arrives before the fork has the default handler
-    is not lost: a `multiprocessing.Pool` would wait for that process forever.
-    """
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    before = threading.local()
-
-    def block() -> None:
-        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def restore() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
-
-    def end_by_sigterm() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        restore()
-
-    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=end_by_sigterm)
 
 
 def _end_with_driver() -> None:

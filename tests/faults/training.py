@@ -24,7 +24,7 @@ from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
-from specactor_ray.trainer.steps import Saver, TrainingParts, run_steps
+from specactor_ray.trainer.steps import Training as Steps
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from specactor_ray.transport.messages import WeightSet
 from tests.number_text import stopped_output
@@ -165,23 +165,18 @@ class Training:
         self._simulation.version = state.step
         try:
             self._simulation.start_run()
-            return run_steps(self._parts(store, state, weights)).status == "complete"
+            return self._steps(store, state, weights).run().status == "complete"
         except SpecActorError:
             return False
 
-    def _parts(self, store: CheckpointStore, state: TrainState, weights: int) -> TrainingParts:
+    def _steps(self, store: CheckpointStore, state: TrainState, weights: int) -> Steps:
         simulation = self._simulation
+        run: Any = SimpleNamespace(store=store, state=state, is_saved=True)
         ranks = TrainerRanks([self._start_rank(rank, weights) for rank in range(_RANKS)], simulation.calls, _STALL_S)
-        return TrainingParts(
-            config=simulation.config,
-            rollout=_Rollout(simulation),
-            trainer=ranks,
-            maker=SimpleNamespace(collect=self._collect),
-            record=self._record,
-            saver=Saver(store, ranks.save, state, saved=True),
-            teaches=False,
-            say=lambda line: None,
-        )
+        rollout: Any = _Rollout(simulation)
+        maker: Any = SimpleNamespace(collect=self._collect)
+        record: Any = self._record
+        return Steps(simulation.config, run, rollout, ranks, maker, record, say=lambda line: None)
 
     def _collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         ended = list(rollout.stream(self._simulation.entries(step)))

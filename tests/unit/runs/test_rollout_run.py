@@ -32,7 +32,7 @@ from specactor_ray.runs.scores import Scores, pass_at_k
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.startup.resolve import Resolved
-from specactor_ray.trainer.scoring import row_scorer
+from specactor_ray.trainer.rewards import row_scorer
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_target

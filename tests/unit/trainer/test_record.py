@@ -17,42 +17,79 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import (
-    PresentWork,
-    StepRecorder,
-    numbers,
-    results_of,
-    staleness_of,
-    step_line,
-    totals_of,
-)
+from specactor_ray.trainer.record import StepRecorder, numbers, results_of, staleness_of, step_line
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
 
-def record(by_method: dict[str, list[int]]) -> dict[str, Any]:
-    speed = {"tokens": 10, "by_method": by_method}
-    return {"train": {}, "gap": {}, "speed": speed, "seconds": {"step": 1.0}, "failures": {}}
+class Ticks:
+    """A clock, and a rollout whose counters grow with it: 10 tokens in 5 row-steps and 2 discarded ones a second."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.fallbacks, self.drafters, self.progress = list, list, (5, 24)
+        self.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
+        self.health = {"method": "eagle", "alarm": True}
+
+    def status(self) -> list[dict[str, Any]]:
+        return [{"id": "eagle-0", "counters": {"cost": [], "health": self.health}}]
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def metrics(self) -> RolloutMetrics:
+        seconds = round(self.now)
+        return RolloutMetrics(row_steps=5 * seconds, committed_tokens=12 * seconds, supplied_tokens=15 * seconds)
+
+    @property
+    def committed_tokens(self) -> int:
+        return 10 * round(self.now)
+
+    @property
+    def discarded_tokens(self) -> int:
+        return 2 * round(self.now)
 
 
-RECORDS = [
-    record({"eagle": [10, 2], "ngram": [4, 4]}),
-    record({"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
-]
+class Recorded:
+    """A recorder on hand-driven time."""
+
+    def __init__(self, folder: Path, ticks: Ticks, done: int = 0, **trainer: Any) -> None:
+        config = Config(target=TargetConfig(dtype="float32"))
+        config.tracking.tensorboard = False
+        for name, value in trainer.items():
+            setattr(config.trainer, name, value)
+        self.run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(step=done), None, ())
+        self.lines = list[str]()
+        rollout: Any = ticks
+        self.recorder = StepRecorder(config, self.run, self.lines.append)
+        self.recorder.open(rollout)
+
+    def steps(self, *experiences: Experience, **update: float) -> None:
+        first = self.run.state.step + 1
+        for step, experience in enumerate(experiences, start=first):
+            self.recorder.begin(step - 1)
+            self.recorder.end(step, experience, {**UPDATE, **update}, 0)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.metrics_file.read_text().splitlines()]
 
 
-def test_the_present_work() -> None:
-    work, shown = PresentWork(4, done=1), list[tuple[float, str]]()
+def test_the_present_work(tmp_path: Path) -> None:
+    recorder, shown = Recorded(tmp_path, Ticks(), done=1, steps=4).recorder, list[tuple[float, str]]()
     progress: Any = SimpleNamespace(update=lambda done, figures, total: shown.append((done, figures)))
-    work.rollout_progress = lambda: (5, 24)
-    work.show(progress)
+    recorder.show_progress(progress)
+    recorder.begin(1)
     for phase in ("rollout", "update"):
-        work.begin(2, phase)
-        work.show(progress)
-    assert shown[0] == (1, "starting Ray, verifiers and trainer"), "no step of the earlier run counts as one of this"
-    assert shown[1:] == [
+        with recorder.timed(phase):
+            recorder.show_progress(progress)
+    recorder.end(2, Experience(), UPDATE, 0)
+    recorder.show_progress(progress)
+    assert shown == [
+        (1, "starting Ray, verifiers and trainer"),
         (1, "step 2/4, rollout 5/24"),
         (1, "step 2/4, update"),
+        (2, "step 2/4, update"),
     ]
 
 
@@ -92,12 +129,6 @@ def test_figures_that_say_nothing_are_left_out() -> None:
     assert not [word for word in ("pass", "kl", "turns", "loss", "-0") if word in line]
 
 
-def test_drafted_tokens_are_counted_by_method() -> None:
-    tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
-    assert tracked == {"speed/acceptance_rate/eagle": 0.45}
-    assert totals_of(RECORDS, {})["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
-
-
 def test_what_a_run_came_to() -> None:
     """Rates over all steps: of 30 + 60 tokens in 1 + 4 seconds, in 20 + 30 steps of requests."""
     speeds = [(30, 30.0, 1.5), (60, 15.0, 2.0)]
@@ -132,69 +163,26 @@ UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
-    config, health = Config(target=TargetConfig(dtype="float32")), {"method": "eagle", "alarm": True}
-    config.tracking.tensorboard = False
-    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
-    rollout: Any = SimpleNamespace(
-        metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, fallbacks=list, drafters=list
-    )
-    rollout.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
-    rollout.status = lambda: [{"id": "eagle-0", "counters": {"cost": [], "health": health}}]
-    said = list[str]()
-    record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
-    run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
-    for step in (1, 2):
-        record.begin(step - 1)
-        record.end(step, Experience(), UPDATE, 0)
-    summary = record.finish("complete", 0).summary
+    ticks = Ticks()
+    recorded = Recorded(tmp_path, ticks)
+    file = recorded.run.metrics_file
+    file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
+    recorded.steps(Experience(), Experience())
+    summary = recorded.recorder.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
-    assert said[1].startswith("step 2/100: reward -, length")
-    assert summary["drafters"] == [{"id": "eagle-0", **health, "failures": 0, "malformed": 0}]
+    assert recorded.lines[1].startswith("step 2/100: reward -, length")
+    assert summary["drafters"] == [{"id": "eagle-0", **ticks.health, "failures": 0, "malformed": 0}]
     assert summary["costs"]["verify"] == {"1": []}, "its verifiers have reported nothing"
-    run.metrics_file.unlink()
-    assert record.finish("complete", 0).summary["metrics_pending"] == 0
-    assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+    file.unlink()
+    assert recorded.recorder.finish("complete", 0).summary["metrics_pending"] == 0
+    assert [record["step"] for record in recorded.records] == [1, 2]
 
 
 def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) -> None:
-    config = Config(target=TargetConfig(dtype="float32"))
-    config.tracking.tensorboard, config.target.dtype = False, "float32"
-    rollout: Any = SimpleNamespace(metrics=RolloutMetrics, committed_tokens=0, discarded_tokens=0, drafters=list)
-
-    def train(steps: range, gap: float) -> str:
-        run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(step=steps[0] - 1), None, ())
-        record = StepRecorder(config, run, rollout, PresentWork(9), lambda _: None)
-        for step in steps:
-            record.begin(step - 1)
-            record.end(step, Experience([SAMPLE]), {**UPDATE, "logprob_gap": gap}, 0)
-        return record.problem
-
-    assert train(range(1, 3), 1e-6) == ""
-    assert train(range(3, 5), 2e-2).startswith("step 4: log-probabilities of rollout and trainer differ by 0.02 nats")
-
-
-class Ticks:
-    """A clock, and a rollout whose counters grow with it: 10 tokens in 5 row-steps and 2 discarded ones a second."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.fallbacks, self.drafters, self.status, self.progress = list, list, list, (0, 0)
-        self.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def metrics(self) -> RolloutMetrics:
-        seconds = round(self.now)
-        return RolloutMetrics(row_steps=5 * seconds, committed_tokens=12 * seconds, supplied_tokens=15 * seconds)
-
-    @property
-    def committed_tokens(self) -> int:
-        return 10 * round(self.now)
-
-    @property
-    def discarded_tokens(self) -> int:
-        return 2 * round(self.now)
+    for done, gap, problem in ((0, 1e-6, ""), (2, 2e-2, "step 4: log-probabilities of rollout and trainer differ by")):
+        recorded = Recorded(tmp_path, Ticks(), done)
+        recorded.steps(Experience([SAMPLE]), Experience([SAMPLE]), logprob_gap=gap)
+        assert recorded.recorder.problem.startswith(problem) and bool(recorded.recorder.problem) == bool(problem)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -203,12 +191,10 @@ def test_speeds_are_those_of_their_tokens_and_times(
 ) -> None:
     """Acceptance is that of the step's samples, also where they were generated before the step; rates are of all tokens
     generated since the last record. The last checkpoint counts in the totals."""
-    config, ticks = Config(target=TargetConfig(dtype="float32")), Ticks()
-    config.tracking.tensorboard, config.trainer.max_staleness = False, ahead
+    ticks = Ticks()
     monkeypatch.setattr("specactor_ray.trainer.record.time", ticks)
-    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
-    rollout: Any = ticks
-    record = StepRecorder(config, run, rollout, PresentWork(2), lambda line: None)
+    recorded = Recorded(tmp_path, ticks, max_staleness=ahead)
+    record = recorded.recorder
     stats = RequestStats(4, 10, 5, 1, {"ngram": (6, 4), "eagle": (4, 1)}), RequestStats(6, 0, 0, 0, {})
     outputs = [trajectory(range(tokens), stats=one) for tokens, one in zip((8, 6), stats, strict=True)]
     ticks.now += 7.0  # of a start that is in no figure
@@ -231,7 +217,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
             ticks.now += 3
     totals = record.finish("complete", 0).summary["totals"]
     learnt = {name: value for name, value in UPDATE.items() if not name.startswith("logprob_gap")}
-    for line, step, seconds in zip(run.metrics_file.read_text().splitlines(), (1, 2), (7, 10), strict=True):
+    for found, step, seconds in zip(recorded.records, (1, 2), (7, 10), strict=True):
         ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
         train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
@@ -241,7 +227,8 @@ def test_speeds_are_those_of_their_tokens_and_times(
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
         speed |= {"reward_wait_s": 1.0, "environment_s": 4.0}
         by_method = {"ngram": [6, 4], "eagle": [4, 1]}
-        found = json.loads(line)
+        tracked = {name: value for name, value in numbers(found) if name.startswith("speed/acceptance_rate/")}
+        assert tracked == {"speed/acceptance_rate/ngram": 4 / 6, "speed/acceptance_rate/eagle": 0.25}
         assert found["speed"].pop("by_method") == by_method
         assert found == {
             "step": step,
@@ -257,19 +244,13 @@ def test_speeds_are_those_of_their_tokens_and_times(
 
 
 def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config, lines, rollout = Config(target=TargetConfig(dtype="float32")), list[str](), Ticks()
-    config.tracking.tensorboard = False
-    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
-    recorder = StepRecorder(config, run, rollout, PresentWork(2), lines.append)  # type: ignore[arg-type]
+    recorded = Recorded(tmp_path, Ticks())
     reasons = Counter({"ValueError: no box": 2, "TimeoutError: 5 s": 3, "TimeoutError: 6 s": 1})
-    recorder.begin(0)
-    recorder.end(
-        1, Experience([], [trajectory(range(4))], failures={"reward": reasons, "rollout": Counter()}), UPDATE, 9
-    )
-    totals = recorder.finish("failed", 0).summary["totals"]
-    (found,) = map(json.loads, run.metrics_file.read_text().splitlines())
+    recorded.steps(Experience([], [trajectory(range(4))], failures={"reward": reasons, "rollout": Counter()}))
+    totals = recorded.recorder.finish("failed", 0).summary["totals"]
+    (found,) = recorded.records
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
-    assert ": reward -, length 4.0, rollout 0" in lines[0] and " -," not in lines[0].partition("reward -,")[2]
+    assert ": reward -, length 4.0, rollout 0" in recorded.lines[0]
     assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
     assert "step 1: 6 samples have no reward: 4 x TimeoutError, such as: 5 s, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
@@ -282,17 +263,10 @@ def test_skipped_tasks_are_in_the_log_the_metrics_and_the_summary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning a step; no warning for a step without them."""
-    config = Config(target=TargetConfig(dtype="float32"))
-    config.tracking.tensorboard = False
-    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
-    recorder = StepRecorder(config, run, Ticks(), PresentWork(3), lambda line: None)  # type: ignore[arg-type]
-    for step, skipped in enumerate((0, 99, 2), start=1):
-        recorder.begin(step - 1)
-        reason = "t.jsonl, line 4, has 9 tokens, and 3 is the limit" if skipped else ""
-        recorder.end(step, Experience(skipped_tasks=skipped, first_skip=reason), UPDATE, 0)
-    records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    assert [one["train"]["skipped_tasks"] for one in records] == [0, 99, 2]
-    assert recorder.finish("complete", 0).summary["totals"]["skipped_tasks"] == 101
+    recorded, reason = Recorded(tmp_path, Ticks()), "t.jsonl, line 4, has 9 tokens, and 3 is the limit"
+    recorded.steps(*(Experience(skipped_tasks=count, first_skip=reason if count else "") for count in (0, 99, 2)))
+    assert [one["train"]["skipped_tasks"] for one in recorded.records] == [0, 99, 2]
+    assert recorded.recorder.finish("complete", 0).summary["totals"]["skipped_tasks"] == 101
     assert "step 2: tasks skipped: 99 (the first: t.jsonl, line 4, has 9 tokens" in caplog.text
     assert caplog.text.count("tasks skipped") == 2
 

@@ -15,17 +15,8 @@ from hypothesis import strategies as st
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.trainer import workers
 from specactor_ray.trainer.data import has_reference
-from specactor_ray.trainer.rewards import (
-    NEED_ANSWERS,
-    REWARDS,
-    RewardSample,
-    Scorer,
-    extract_answer,
-    find_reward,
-    reward_work,
-)
+from specactor_ray.trainer.rewards import NEED_ANSWERS, REWARDS, RewardSample, Scorer, extract_answer, find_reward
 from tests.refused import refused
 
 BLANK = " \t\n\u00a0\u2003\u3000\u200b\ufeff\u00ad\u2800\u3164\ufe0f\u0301"
@@ -49,12 +40,6 @@ def sample(text: str, answer: str | None = None, **values: object) -> RewardSamp
     return RewardSample("prompt", text, answer, response=text.strip(), **values)  # type: ignore[arg-type]
 
 
-def scored(config: RewardConfig, one: RewardSample) -> workers.Outcome:
-    """As a reward process scores it."""
-    work = reward_work(config)
-    return workers.answer(work.open(), one, work)
-
-
 def math_answers() -> list[tuple[str, str, str]]:
     """Reference, output and reward; `-`: the reference is unusable."""
     lines = (Path(__file__).parent / "math_answers.tsv").read_text(encoding="utf-8").splitlines()
@@ -73,10 +58,9 @@ def test_math(reference: str, output: str, reward: str) -> None:
 
 @pytest.mark.parametrize("answer", EXPENSIVE)
 def test_what_would_take_long_to_evaluate_is_wrong_unevaluated(answer: str) -> None:
-    """Without the refusal each of them takes longer than anyone waits: the alarm is the test's limit."""
+    """Without the refusal each of them takes longer than anyone waits."""
     pytest.importorskip("math_verify", reason="math-verify is not installed")
-    config = RewardConfig(functions=[RewardFunctionConfig("math")], timeout_s=20.0)
-    assert scored(config, sample(f"\\boxed{{{answer}}}", "5")) == (0.0, "")
+    assert REWARDS["math"](sample(f"\\boxed{{{answer}}}", "5")) == 0.0
 
 
 def test_functions_and_their_weighted_sum() -> None:
@@ -85,10 +69,13 @@ def test_functions_and_their_weighted_sum() -> None:
         REWARDS["exact_match"](sample(""))
     terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
     assert Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
-    assert find_reward("tests.fakes.reward_functions:sleepy")(sample("the fox sleeps.")) == pytest.approx(1 / 3)
-    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:not_a_number")]))
-    with pytest.raises(ValueError, match="nan"):
-        scorer(sample("x"))
+    for name, weight, number in (
+        ("tests.fakes.reward_functions:not_a_number", 1.0, "nan"),
+        ("length", 1e19, r"1e\+18"),
+    ):
+        scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig(name, weight)]))
+        with pytest.raises(ValueError, match=number):
+            scorer(sample("x", token_ids=(1,)))
 
 
 @given(
@@ -111,13 +98,6 @@ def test_nothing_earns_nothing(text: str, answer: str, pattern: str | None, name
     assert reward is None or name not in NEED_ANSWERS or has_reference(answer)
 
 
-def test_a_reward_beyond_the_arithmetic_of_the_update_is_refused() -> None:
-    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("exact_match", 1e19)]))
-    assert scorer(sample("41", "42")) == 0.0
-    with pytest.raises(ValueError, match=r"1e\+18"):
-        scorer(sample("42", "42"))
-
-
 def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = gym.create_dataset("chain_sum", seed=1, size=3)[0]
@@ -125,28 +105,15 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     assert REWARDS["reasoning_gym"](right) == 1.0 > REWARDS["reasoning_gym"](wrong)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "answer"),
-    [
-        (None, "so 3 or <answer>4</answer>"),
-        (r"<answer>(.*?)</answer>", "4"),
-        (r"\d+", "4"),
-        (r"none (\d+)", ""),
-        (r"\d*", "4"),
-        (r"(\d) or|answer", ""),
-    ],
-)
-def test_extract_answer(pattern: str | None, answer: str) -> None:
-    assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
-
-
-@pytest.mark.parametrize("function", ["exact_match", "tests.fakes.reward_functions:catches_all"])
-def test_what_takes_long_is_interrupted(function: str) -> None:
-    """A pattern that backtracks without end, and a function that catches every exception."""
-    pattern = "(a+)+$" if function == "exact_match" else None
-    config = RewardConfig(functions=[RewardFunctionConfig(function)], answer_pattern=pattern, timeout_s=0.2)
-    reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
-    assert reward is None and "reward.timeout_s" in problem
+def test_extract_answer() -> None:
+    expected = {
+        None: "so 3 or <answer>4</answer>",
+        r"<answer>(.*?)</answer>": "4",
+        r"none (\d+)": "",
+        r"\d*": "4",
+        r"(\d) or|answer": "",
+    }
+    assert {pattern: extract_answer("  so 3 or <answer>4</answer> ", pattern) for pattern in expected} == expected
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 20_000 + ")" * 20_000], ids=str.__len__)
@@ -168,15 +135,7 @@ def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [score(sample(text, reference)) for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("exactmatch", "Did you mean exact_match?"),
-        ("no.such.module:f", "no.such.module"),
-        ("tests.fakes.reward_functions:no_such_function", "no_such_function"),
-        ("tests.fakes.reward_functions:__name__", "__name__"),
-    ],
-)
-def test_names_that_are_refused(name: str, named: str) -> None:
-    with refused("reward.functions", named):
-        find_reward(name)
+def test_names_that_are_refused() -> None:
+    for name in ("no.such.module:f", "tests.fakes.reward_functions:no_such", "tests.fakes.reward_functions:__name__"):
+        with refused("reward.functions", name):
+            find_reward(name)

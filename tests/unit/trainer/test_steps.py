@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere
 from specactor_ray.core.errors import ActorLostError, SpecActorError, WeightsError
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.steps import Saver, TrainingParts, Watch, run_steps
+from specactor_ray.trainer.steps import Training, Watch
 from specactor_ray.transport.messages import WeightSet
 
 
@@ -39,8 +40,9 @@ class World:
         self.problem = ""
         self.finished: list[tuple[str, int, str]] = []
         self.said: list[str] = []
-        self.config = Config()
-        self.watch: Watch = lambda parts: None
+        head = DrafterConfig(method="eagle", model="head", online=OnlineConfig(where=OnlineWhere.trainer))
+        self.config = Config(mode=ModeName.coupled, drafters=[head])
+        self.watch: Watch = lambda training: None
         self.config.checkpoint.every = 2
         self.config.trainer.steps = 6
         for name, value in trainer.items():
@@ -98,11 +100,9 @@ class World:
         return RunOutcome(Path(), {"status": status})
 
     def run(self) -> RunOutcome:
-        saver = Saver(self.store, self.save, self.resumed, self.is_saved)
+        run: Any = SimpleNamespace(store=self.store, state=self.resumed, is_saved=self.is_saved)
         world: Any = self
-        return run_steps(
-            TrainingParts(self.config, world, world, world, world, saver, True, self.said.append, self.watch)
-        )
+        return Training(self.config, run, world, world, world, world, self.said.append, self.watch).run()
 
     @property
     def saved(self) -> dict[str, str]:
@@ -128,9 +128,9 @@ def test_a_run_ends_after_its_last_step_or_earlier(world: World) -> None:
     early = World(world.store.folder / "early")
     watched = list[tuple[int, int]]()
 
-    def watch(parts: TrainingParts) -> None:
-        watched.append((parts.saver.state.step, early.calls["update_weights"]))
-        parts.config.trainer.steps = 3
+    def watch(training: Training) -> None:
+        watched.append((training.state.step, early.calls["update_weights"]))
+        training.config.trainer.steps = 3
 
     early.watch = watch
     assert early.run().status == "complete" and early.recorded == [1, 2, 3] and list(early.saved) == names([2, 3])
@@ -175,6 +175,7 @@ LOST = "the checkpoint of step {} could not be written: disk full"
         (None, [1], [3, 4, 6], ("complete", 1, ""), 0),  # it is tried again at the next step
         (None, range(3, 9), [2, 4], ("failed", 2, LOST.format(6)), 1),
         (1, [], [], ("interrupted", 0, ""), 130),
+        (3, [], [2], ("interrupted", 0, ""), 130),
         (4, [], [2, 3], ("interrupted", 0, ""), 130),
         (4, [2], [2], ("failed", 1, LOST.format(3)), 1),
     ],
@@ -194,7 +195,9 @@ def test_checkpoints_of_interrupted_runs_and_on_a_full_disk(
     outcome = world.run()
     assert (outcome.status, outcome.exit_code, world.finished) == (finished[0], exit_code, [finished])
     assert world.saved == {name: f"{step}.0" for name, step in zip(names(saved), saved, strict=True)}
-    assert finished[2] in ["", *world.said]
+    saving = "; saving a checkpoint" if interrupted and interrupted % 2 == 0 else ""  # every second one is saved
+    first = [] if interrupted is None else [f"interrupted after step {interrupted - 1}{saving}"]
+    assert world.said == [*first, *([finished[2]] if finished[2] else [])]
 
 
 BEFORE = ("begin", "collect", "sleep", "reload")
@@ -202,8 +205,10 @@ BEFORE = ("begin", "collect", "sleep", "reload")
 AFTER = ("train_drafter", "export_weights", "offload", "wake", "update_weights", "update_drafter", "end")
 
 
-@pytest.mark.parametrize("where", [*BEFORE, *AFTER])
-@pytest.mark.parametrize("error", [ActorLostError("gone"), RuntimeError("gone")])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [*((where, ActorLostError("gone")) for where in (*BEFORE, *AFTER)), ("end", RuntimeError("gone"))],
+)
 def test_wherever_a_part_fails_what_was_learnt_is_saved(where: str, error: Exception, tmp_path: Path) -> None:
     world, saved = World(tmp_path, offload=True), 3 if where in BEFORE else 4
     world.fail[where, 4] = error
@@ -232,30 +237,20 @@ def test_what_cannot_be_saved_is_in_the_summary(world: World, fail: dict[tuple[s
     assert world.finished[0][0] == "failed" and reason in world.finished[0][2]
 
 
-@pytest.mark.parametrize(("steps", "said"), [(0, ""), (1, "; saving a checkpoint"), (2, "")])
-def test_an_interruption_announces_the_checkpoint_that_it_saves(world: World, steps: int, said: str) -> None:
-    world.fail["collect", steps + 1] = KeyboardInterrupt()
-    world.run()
-    assert world.said == [f"interrupted after step {steps}{said}"]
-    assert list(world.saved) == (names([steps]) if steps else [])
-
-
-def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None:
-    world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
-    world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
-    with pytest.raises(SpecActorError, match="3 steps"):
-        world.run()
-    assert "step-000003" in world.saved
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_run_in_which_every_reward_fails_is_not_complete(steps: int, tmp_path: Path) -> None:
-    world = World(tmp_path, steps=steps)
+@pytest.mark.parametrize("steps", [1, 2, 6])
+@pytest.mark.parametrize("fails", ["loss", "rewards"])
+def test_a_run_that_learns_nothing_stops_with_a_checkpoint(steps: int, fails: str, tmp_path: Path) -> None:
+    """At its end, or after three such steps."""
+    world, at, reason = World(tmp_path, steps=steps), min(steps, 3), "not finite"
     failures = {"reward": Counter({"ValueError: a": 3, "ValueError: b": 2, "timed out": 9}), "rollout": Counter[str]()}
-    world.collect = lambda *_: Experience(failures=failures)  # type: ignore[method-assign]
-    with pytest.raises(SpecActorError, match=r"9 x timed out, 5 x ValueError, such as: a\. .*reward.functions"):
+    if fails == "loss":
+        world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
+        world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
+    else:
+        world.collect, reason = lambda *_: Experience(failures=failures), "9 x timed out, 5 x .*reward.functions"  # type: ignore[method-assign]
+    with pytest.raises(SpecActorError, match=reason):
         world.run()
-    assert world.finished[0][0] == "failed" and f"step-{steps:06d}" in world.saved
+    assert world.finished[0][0] == "failed" and f"step-{at:06d}" in world.saved
 
 
 def test_a_run_whose_weights_do_not_arrive_fails_even_in_its_last_step(world: World) -> None:
