@@ -65,14 +65,3 @@ class Crasher(Liar):
         if self._rng.random() < 0.3:
             raise RuntimeError("a drafter's bug")
         return super().propose(view, rows)
-
-
-class Flooder(Liar):
-    """Never idle: publishes a new tail for every request, as fast as it can."""
-
-    method = "flooder"
-
-    def propose(self, view: TableView, rows: np.ndarray) -> np.ndarray:
-        for row in rows.tolist():
-            put(view, row, 0, [self._rng.randrange(400) for _ in range(view.window)])
-        return rows

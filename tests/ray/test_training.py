@@ -32,10 +32,9 @@ from tests.local_ray import local_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
+STEPS, METHODS = 8, ("suffix", "eagle")
 FEW = ("trainer.prompts_per_step=4", "data.n=4")
 """Small steps, where nothing needs to be learnt well."""
-SURE = ("drafters=[{method: ngram, hosted: false}, {method: suffix}]", "speculation.verify=all")
-"""Drafts whose number depends on no time: those of the lookup inside the verifier, beside a draft actor's."""
 
 
 @pytest.fixture
@@ -52,14 +51,13 @@ def write_tasks(folder: Path) -> Path:
 
 def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [
-        "mode=decoupled",
+        "mode=plain",
         f"run.dir={folder}",
         f"run.name={name}",
         f"data.path={tasks}",
         f"target.model={tiny.tiny_target()}",
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
-        "drafters=[{method: ngram, hosted: false}]",
         "reward.functions=[{name: 'tests.fakes.reward_functions:hissing'}]",
         "data.n=8",
         "sampling.max_tokens=32",
@@ -96,19 +94,13 @@ def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a_whole_one_does(
-    tasks: Path, tmp_path: Path
+def test_deaths_and_drafts_change_nothing_that_is_learnt(
+    tasks: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    folder = tmp_path / "runs"
-    common = ("trainer.steps=12", "checkpoint.every=2", "algorithm.name=ppo", *FEW)
-    whole = command(settings(tasks, folder, "whole", *common))
-    output = whole.communicate(timeout=200)[0]
-    assert whole.returncode == 0, output
-    shown = re.search(r"best checkpoint: specactor rollout target\.model=(\S+)", output)
-    assert shown is not None and Path(shown[1], "model.safetensors").is_file() and " of the time of a step" in output
-
-    struck = settings(tasks, folder, "struck", *common, "resume=auto")
-    metrics = folder / "struck" / "metrics.jsonl"
+    """A plain run is killed, terminated, and loses its cluster; at its end it has learnt what a whole run with drafts
+    has, which teaches a head meanwhile."""
+    struck = settings(tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "checkpoint.every=2", "resume=auto")
+    folder, metrics = tmp_path / "struck", tmp_path / "struck" / "metrics.jsonl"
     killed = command(struck)
     wait_for_steps(killed, metrics, 3)
     os.kill(killed.pid, signal.SIGKILL)
@@ -120,9 +112,9 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
     output = stopped.communicate(timeout=240)[0]
     assert stopped.returncode == 130, output
     assert "continues from" in output and "interrupted after step" in output
-    steps = len(records(folder / "struck"))
-    assert (folder / "struck" / "checkpoints" / f"step-{steps:06d}").is_dir()
-    assert json.loads((folder / "struck" / "summary.json").read_text())["status"] == "interrupted"
+    steps = len(records(folder))
+    assert (folder / "checkpoints" / f"step-{steps:06d}").is_dir()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
 
     headless = command(struck, RAY_gcs_rpc_server_reconnect_timeout_s="5")
     wait_for_steps(headless, metrics, steps + 1)
@@ -134,61 +126,48 @@ def test_a_run_that_was_killed_lost_its_cluster_and_was_terminated_learns_what_a
 
     resumed = command(struck)
     output = resumed.communicate(timeout=200)[0]
-    assert resumed.returncode == 0 and "continues from" in output, output
-    learnt = [[record["train"] for record in records(folder / name)] for name in ("whole", "struck")]
-    assert len(learnt[0]) == 12
-    assert learnt[0] == learnt[1]
+    assert resumed.returncode == 0 and "continues from" in output and " of the time of a step" in output, output
+    shown = re.search(r"best checkpoint: specactor rollout target\.model=(\S+)", output)
+    assert shown is not None and Path(shown[1], "model.safetensors").is_file()
+
+    learnt = request.getfixturevalue("learnt")  # with a cluster for this process: there is never more than one
+    plain = records(folder)
+    assert not any(record["speed"]["by_method"] for record in plain)
+    assert [record["train"] for record in plain] == [record["train"] for record in learnt]
+    assert all(record["gap"]["mean"] < 1e-4 for record in (*learnt, *plain))
 
 
-cluster = local_ray(2, autouse=False)  # after those that start a cluster of their own: there is never more than one
+cluster = local_ray(2, autouse=False)
 
 
 @pytest.fixture(scope="module")
 def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of ten steps with drafts, after which outputs are better."""
-    folder = tmp_path_factory.mktemp("learnt")
-    outcome = run(settings(write_tasks(folder), folder, "grpo", "trainer.steps=10", *SURE))
-    done = records(outcome.folder)
-    rewards = [record["train"]["reward_mean"] for record in done]
-    assert outcome.status == "complete" and len(rewards) == 10
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.06, f"rewards: {rewards}"
-    return done
-
-
-@pytest.mark.slow
-def test_drafts_change_nothing_that_is_learnt(learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path) -> None:
-    assert sum(record["speed"]["by_method"].get("suffix", (0, 0))[0] for record in learnt) > 0
-    outcome = run(settings(tasks, tmp_path, "plain", "mode=plain", "trainer.steps=3"))
-    plain = records(outcome.folder)
-    assert not any(record["speed"]["by_method"] for record in plain)
-    assert [record["train"] for record in plain] == [record["train"] for record in learnt[:3]]
-    assert all(record["gap"]["mean"] < 1e-4 for record in (*learnt, *plain))
-
-
-@pytest.mark.slow
-def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt(
-    learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inside the verifier. Draft actors get new versions of a head in `test_weights.py`."""
+    """Records of steps with drafts, after which outputs are better. Draft actors get new versions of a head in
+    `test_weights.py`; here the verifier has it."""
+    folder, versions, update_drafter = tmp_path_factory.mktemp("learnt"), list[int](), Rollout.update_drafter
     online = "{where: trainer, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}"
-    head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
-    always = ("mode=coupled", "speculation.verify=all", "speculation.draft_wait_s=0.5")
-    versions, update_drafter = list[int](), Rollout.update_drafter
+    head = f"{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}"
+    drafts = ("mode=coupled", f"drafters=[{{method: suffix}}, {head}]", "speculation.verify=all")
 
     def update(rollout: Rollout, weights: WeightSet) -> None:
         update_drafter(rollout, weights)
         versions.append(weights.version)
 
-    monkeypatch.setattr(Rollout, "update_drafter", update)
-    outcome = run(settings(tasks, tmp_path, "taught", head, "trainer.steps=2", *always))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Rollout, "update_drafter", update)
+        outcome = run(settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts))
     done = records(outcome.folder)
-    assert len(versions) == 2 and 0 < versions[0] < versions[1]
-    figures = [record["speed"]["by_method"].get("eagle", [0, 0]) for record in done]
+    rewards = [record["train"]["reward_mean"] for record in done]
+    assert outcome.status == "complete" and len(rewards) == STEPS
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.06, f"rewards: {rewards}"
+    assert len(versions) == STEPS and sorted(set(versions)) == versions and versions[0] > 0
+    figures = {method: [record["speed"]["by_method"].get(method, [0, 0]) for record in done] for method in METHODS}
     table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
-    assert table.get("eagle", [0, 0]) == [sum(column) for column in zip(*figures, strict=True)]
-    assert all(0 < accepted <= drafted for drafted, accepted in figures)
-    assert dict(numbers(done[-1]))["speed/acceptance_rate/eagle"] == figures[-1][1] / figures[-1][0]
-    assert [record["train"] for record in done] == [record["train"] for record in learnt[:2]]
+    for method, pairs in figures.items():
+        drafted, accepted = (sum(column) for column in zip(*pairs, strict=True))
+        assert 0 < accepted <= drafted and table[method] == [drafted, accepted]
+        assert dict(numbers(done[-1]))[f"speed/acceptance_rate/{method}"] == pairs[-1][1] / pairs[-1][0]
+    return done
 
 
 class Seen:
@@ -244,7 +223,7 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     """The run with drafts is interrupted in the middle of a rollout, with turns and steps of environments under way."""
     seen, tasks, submit = Seen(monkeypatch), sums(tmp_path), Conversations.submit
     common = ("trainer.steps=3", "algorithm.name=ppo", *CONVERSATION, *FEW)
-    whole = records(run(settings(tasks, tmp_path, "plain", *common, "mode=plain")).folder)
+    whole = records(run(settings(tasks, tmp_path, "plain", *common)).folder)
     taken, steps = seen.taken(), list[Any]()
     assert len(whole) == 3 and not any(record["speed"]["by_method"] for record in whole)
     assert all(not any(record["failures"].values()) for record in whole)
@@ -257,7 +236,8 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
             raise KeyboardInterrupt
         return submit(made, request)
 
-    drafted = settings(tasks, tmp_path, "drafted", *common, *SURE)
+    drafts = ("mode=coupled", "drafters=[{method: suffix}]", "speculation.verify=all")
+    drafted = settings(tasks, tmp_path, "drafted", *common, *drafts)
     with monkeypatch.context() as patched:
         patched.setattr(Conversations, "submit", interrupt)
         assert run(drafted).status == "interrupted"
@@ -275,14 +255,14 @@ def test_rollouts_run_ahead_of_the_trainer(
 ) -> None:
     seen = Seen(monkeypatch)
     common = ("trainer.max_staleness=1", "checkpoint.every=2", *FEW)
-    first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=3", *common))
-    last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=5", "resume=auto", *common))
+    first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=2", *common))
+    last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=4", "resume=auto", *common))
     assert first.status == last.status == "complete"
     done = [record["train"] for record in records(last.folder)]
-    assert [one["staleness_max"] for one in done[:1] + done[3:4]] == [0, 0], "nothing was made ahead of these"
+    assert [one["staleness_max"] for one in done[:1] + done[2:3]] == [0, 0], "nothing was made ahead of these"
     assert all(0 <= one["staleness_mean"] <= one["staleness_max"] <= 1 for one in done)
-    assert len(done) == 5 and any(one["staleness_mean"] > 0 for one in done)
+    assert len(done) == 4 and any(one["staleness_mean"] > 0 for one in done)
     assert all("importance_weight" in one and one["skipped"] == 0 for one in done)
     tokens = sum(trajectory.num_own_tokens for step in seen.steps for trajectory in step.trajectories)
     assert sum(record["speed"]["tokens"] for record in records(last.folder)) == tokens
-    assert [step.position for step in seen.steps] == [(4 * number, 0) for number in (1, 2, 3, 4, 5)]
+    assert [step.position for step in seen.steps] == [(4 * number, 0) for number in (1, 2, 3, 4)]
