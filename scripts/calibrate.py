@@ -170,23 +170,30 @@ def main(fit_again: Annotated[bool, typer.Option("--fit", help="Fit the shares a
         console.print({name: float(f"{value:.4g}") for name, value in (*found.items(), ("prompt", prompt))})
         shares = {name: found[name] for name in SHARES}
         devices = {"h100": replace(devices["h100"], **shares), "h100_94gb": replace(devices["h100_94gb"], **found)}
-    table = make_table(["points", "number", "median", "worst", "at", "bias"], text=("points", "at"))
     groups: dict[str, Callable[[Step], bool]] = {"fitted": lambda step: not is_held_out(step), "held out": is_held_out}
     for target, drafter in dict.fromkeys((step.target, step.drafter) for step in steps):
         name = f"held out: {target}, {drafter or 'no drafter'}"
         groups[name] = lambda step, t=target, d=drafter: is_held_out(step) and (step.target, step.drafter) == (t, d)
-    for name, chosen in groups.items():
-        _row(table, name, errors_of([step for step in steps if chosen(step)], devices, prompt))
-    _row(table, "medians of steps without prompts", median_errors(steps, devices))
-    console.print(table)
+    rows = [
+        _row(name, errors_of([step for step in steps if chosen(step)], devices, prompt))
+        for name, chosen in groups.items()
+    ]
+    rows.append(_row("medians of steps without prompts", median_errors(steps, devices)))
+    console.print(make_table(rows, text=("points", "at")))
 
 
-def _row(table: object, name: str, found: Sequence[tuple[Step, float]]) -> None:
+def _row(name: str, found: Sequence[tuple[Step, float]]) -> dict[str, str]:
     sizes = sorted(abs(error) for _, error in found)
     step, worst = max(found, key=lambda item: abs(item[1]))
     bias, median = (100 * sum(error for _, error in found) / len(found), 100 * sizes[len(sizes) // 2])
-    at = f"concurrency {step.concurrency}, {step.drafts} drafts"
-    table.add_row(name, str(len(found)), f"{median:.1f}%", f"{100 * worst:+.1f}%", at, f"{bias:+.1f}%")  # type: ignore[attr-defined]
+    return {
+        "points": name,
+        "number": str(len(found)),
+        "median": f"{median:.1f}%",
+        "worst": f"{100 * worst:+.1f}%",
+        "at": f"concurrency {step.concurrency}, {step.drafts} drafts",
+        "bias": f"{bias:+.1f}%",
+    }
 
 
 if __name__ == "__main__":

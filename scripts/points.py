@@ -50,8 +50,7 @@ def points_table(points: Sequence[Point], title: str | None = None) -> Table:
     """A row for each point, a column for every key."""
     columns = list(dict.fromkeys(key for point in points for key in point))
     text = [name for name in columns if any(isinstance(point.get(name), str) for point in points)]
-    rows = [[cell(point.get(name)) for name in columns] for point in points]
-    return make_table(columns, rows, title=title, text=text)
+    return make_table(({name: cell(point.get(name)) for name in columns} for point in points), title, text)
 
 
 def cell(value: Any) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specactor_ray.core.console import make_console, make_table
+from specactor_ray.core.console import figures_table, make_console
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "specactor_ray"
@@ -110,7 +110,7 @@ def main() -> int:
         "phrases to avoid": str(len(avoided)),
     }
     console = make_console()
-    console.print(make_table(("figure", "now"), figures.items(), text=("figure",)))
+    console.print(figures_table("style", figures.items()))
     for kind, found in (("files", lines), ("classes", classes), ("functions", functions)):
         for one in sorted(found, reverse=True)[: options.largest]:
             console.print(f"{kind}: {one.lines} {one.name}", highlight=False)

@@ -304,7 +304,7 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
-    workload) and `last_of_group` added; those with drafts also with the `verdict` of their rounds beside the baseline,
+    workload) added; those with drafts also with the `verdict` of their rounds beside the baseline,
     its `outcome` and its `interval`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -321,7 +321,6 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "verdict": "",
                 "outcome": "",
                 "baseline": result is base,
-                "last_of_group": result is group[-1],
             }
             pairs = [pair for pair in zip(base["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
             if pairs and result["mode"] != ModeName.plain.value:

@@ -77,14 +77,12 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     """Print answers, figures, and the conclusion."""
     for text in _answers(report, bool(console.color_system)):
         console.print(text, soft_wrap=True)
-    table = figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
-    table.caption = (
-        "±: standard error of a mean. The acceptance length, tokens per forward, is the most that drafts bring."
-    )
+    caption = "±: standard error of a mean. The acceptance length, tokens per forward, is the most that drafts bring."
     if report["training"]:
         share = f"{report['training']['rollout_share']:.0%} of the step on this CPU"
-        table.caption += f" In training, rollout takes {share}; on GPUs with long outputs most of it."
-    console.print(table)
+        caption += f" In training, rollout takes {share}; on GPUs with long outputs most of it."
+    title = f"demo: {report['model']}, {report['seconds']:.0f} s"
+    console.print(figures_table(title, _rows(report), caption=caption))
     say(console, conclusion(report))
 
 

@@ -90,9 +90,8 @@ def doctor() -> None:
     console = make_console()
     with make_console(sys.stderr).status("looking at this machine"):
         findings = list(diagnose())
-    columns = "area", "what", "state", "found"
-    rows = [(one.area, one.what, one.state.value, one.found) for one in findings]
-    console.print(make_table(columns, rows, text=columns, wrap=True))
+    rows = [{"area": one.area, "what": one.what, "state": one.state.value, "found": one.found} for one in findings]
+    console.print(make_table(rows, text=[*rows[0]], wrap=True))
     for one in findings:
         if one.fix:
             label = "to fix" if one.state is State.WRONG else "optional"

@@ -101,18 +101,15 @@ _CAPTION = (
 
 def acceptance_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Acceptance per draft position on held-out rollouts, a row per temperature."""
-    window = max((row["window"] for row in rows), default=0)
-    positions = (f"p{position}" for position in range(1, window + 1))
-    columns = ("T", "steps", "supply", "acc. rate", "acc. length", *positions)
     cells = (
-        (
-            f"{row['temperature']:g}",
-            f"{row['steps']:,}",
-            f"{row['supply']:.2f}",
-            f"{row['acceptance_rate']:.1%}",
-            f"{row['acceptance_length']:.2f}",
-            *("-" if p is None else f"{p:.2f}" for p in row["by_position"]),
-        )
+        {
+            "T": f"{row['temperature']:g}",
+            "steps": f"{row['steps']:,}",
+            "supply": f"{row['supply']:.2f}",
+            "acc. rate": f"{row['acceptance_rate']:.1%}",
+            "acc. length": f"{row['acceptance_length']:.2f}",
+            **{f"p{at}": "-" if p is None else f"{p:.2f}" for at, p in enumerate(row["by_position"], start=1)},
+        }
         for row in rows
     )
-    return make_table(columns, cells, title, caption=_CAPTION)
+    return make_table(cells, title, caption=_CAPTION)

@@ -42,21 +42,21 @@ def plan(
 
 def prediction_table(plan: Plan) -> Table:
     """The best window of every layout, fastest first."""
+    rows = (
+        {
+            "mode": row.mode.value,
+            "method": row.method or "-",
+            "verifiers": f"{row.verifiers} x {row.verify_devices}",
+            "drafters": f"{row.drafters} x {row.draft_devices}" if row.drafters else "-",
+            "requests": str(row.batch),
+            "window": str(row.window),
+            "tokens/s": f"{row.tokens_per_s:.1f}" + "*" * (row is plan.chosen),
+        }
+        for row in plan.predictions
+    )
     title = f"{plan.batch} requests on {plan.devices} device(s)"
-    columns = ("mode", "method", "verifiers", "drafters", "requests", "window", "tokens/s")
-    table = make_table(columns, title=title, text=("mode", "method"), caption_justify="left")
-    for row in plan.predictions:
-        table.add_row(
-            row.mode.value,
-            row.method or "-",
-            f"{row.verifiers} x {row.verify_devices}",
-            f"{row.drafters} x {row.draft_devices}" if row.drafters else "-",
-            str(row.batch),
-            str(row.window),
-            f"{row.tokens_per_s:.1f}" + ("*" if row is plan.chosen else ""),
-        )
-    table.caption = (
+    caption = (
         "* chosen. verifiers, drafters: number x cores or GPUs of each; requests: of a verifier; tokens/s: of all "
         "requests"
     )
-    return table
+    return make_table(rows, title, text=("mode", "method"), caption=caption, caption_justify="left")

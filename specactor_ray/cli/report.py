@@ -14,7 +14,6 @@ from specactor_ray.core.metrics import drafter_health
 
 _MOST_REASONS = 3
 _MOST_DIFFERENCES = 10
-_SPLIT = ("forward", "sampling", "protocol", "waiting")
 
 
 def rollout_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
@@ -86,55 +85,61 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Speed of each measured variant, and whether its tokens are those of plain decoding."""
-    figures = ("tokens/s", "ratio", "95% interval", "estimated", "acc. length", "identical")
-    table = _bench_table("speed", figures)
-    for result in results:
-        metrics = result["metrics"]
-        table.add_row(
-            *_variant_cells(result),
-            f"{result['tokens_per_s']:.1f}",
-            f"{result['ratio']:.2f}" + ("*" if result["baseline"] else ""),
-            "-" if result["interval"] is None else "{:.2f} to {:.2f}".format(*result["interval"]),
-            f"{metrics['speedup']:.2f}" if result["verdict"] else "-",
-            f"{metrics['acceptance_length']:.2f}",
-            f"{result['identical']}/{result['requests']}",
-            end_section=result["last_of_group"],
-        )
-    table.caption = (
+    caption = (
         "* baseline: the fastest plain variant of that batch and workload. estimated: the ratio that a rollout\n"
         "prints, from its steps alone. acc. length: tokens per request and step.\n"
         "variant: verifiers x cores of each, + cores of draft actors. fon: all methods."
     )
-    return table
+    rows = (
+        {
+            "tokens/s": f"{result['tokens_per_s']:.1f}",
+            "ratio": f"{result['ratio']:.2f}" + "*" * result["baseline"],
+            "95% interval": "-" if result["interval"] is None else "{:.2f} to {:.2f}".format(*result["interval"]),
+            "estimated": f"{result['metrics']['speedup']:.2f}" if result["verdict"] else "-",
+            "acc. length": f"{result['metrics']['acceptance_length']:.2f}",
+            "identical": f"{result['identical']}/{result['requests']}",
+        }
+        for result in results
+    )
+    return _bench_table("speed", results, rows, caption)
 
 
 def draft_table(results: Sequence[Mapping[str, Any]]) -> Table | None:
     """Acceptance of the drafts of each measured variant; None without a draft."""
     drafting = [result for result in results if result["metrics"]["drafted_tokens"]]
-    table = _bench_table("drafts", ("supply", "acc. rate", "right by position"))
-    table.caption = (
+    caption = (
         "supply: usable draft tokens per request and step. acc. rate: verified ones\n"
         "that were right. right by position: of the 1st, 2nd, ... of a draft."
     )
-    for result in drafting:
-        metrics = result["metrics"]
-        rate = f"{metrics['acceptance_rate']:.1%}"
-        table.add_row(*_variant_cells(result), f"{metrics['supply']:.2f}", rate, _by_position(metrics))
-    return table if drafting else None
+    rows = (
+        {
+            "supply": f"{result['metrics']['supply']:.2f}",
+            "acc. rate": f"{result['metrics']['acceptance_rate']:.1%}",
+            "right by position": _by_position(result["metrics"]),
+        }
+        for result in drafting
+    )
+    return _bench_table("drafts", drafting, rows, caption) if drafting else None
 
 
 def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Parts of the time of a step, in milliseconds."""
-    table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
-    for result in results:
-        split = result["ms_per_step"]
-        table.add_row(
-            *_variant_cells(result),
-            str(result["metrics"]["steps"]),
-            *(f"{split[name]:.2f}" for name in _SPLIT),
-            end_section=result["last_of_group"],
-        )
-    return table
+    rows = (
+        {"steps": str(one["metrics"]["steps"]), **{part: f"{ms:.2f}" for part, ms in one["ms_per_step"].items()}}
+        for one in results
+    )
+    return _bench_table("ms per step of a verifier", results, rows)
+
+
+def _bench_table(
+    title: str, results: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, str]], caption: str | None = None
+) -> Table:
+    """A table of variants, with the figures of each in `rows`."""
+    whole = (
+        {"batch": str(one["batch"]), "workload": one["workload"], "variant": one["variant"], **row}
+        for one, row in zip(results, rows, strict=True)
+    )
+    return make_table(whole, title, text=("workload", "variant"), groups=("batch", "workload"), caption=caption)
 
 
 def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -151,9 +156,9 @@ def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
     """Key, allowed values, default and meaning of every configuration key."""
-    columns = ("key", "value", "default", "meaning")
-    rows = ([Text(cell) for cell in (one.key, one.type, _default(one.default), one.doc)] for one in keys)
-    table = make_table(columns, rows, text=columns, wrap=True)
+    found = ({"key": one.key, "value": one.type, "default": _default(one.default), "meaning": one.doc} for one in keys)
+    rows = [{name: Text(cell) for name, cell in row.items()} for row in found]
+    table = make_table(rows, text=[*rows[0]], wrap=True)
     table.columns[0].no_wrap = True
     return table
 
@@ -164,15 +169,22 @@ MOST_PENDING = 3
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, in the state of the controller; of actors without room only the first few."""
-    columns = ("actor", "phase", "place", "work", "drafts right", "note")
     pending = [row for row in rows if row.get("phase") == "pending"][MOST_PENDING:]
+    shown = (
+        {
+            "actor": row.get("id"),
+            "phase": row.get("phase"),
+            "place": _place(row),
+            "work": _work(row),
+            "drafts right": "\n".join(map(_drafts, drafter_health([row]))),
+            "note": row.get("note"),
+        }
+        for row in rows
+        if row not in pending
+    )
+    cells = [{name: Text("" if cell is None else str(cell)) for name, cell in row.items()} for row in shown]
     caption = f"{len(pending)} more are pending" if pending else None
-    table = make_table(columns, text=columns, wrap=True, caption=caption)
-    for row in (row for row in rows if row not in pending):
-        drafts = "\n".join(map(_drafts, drafter_health([row])))
-        cells = (row.get("id"), row.get("phase"), _place(row), _work(row), drafts, row.get("note"))
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
-    return table
+    return make_table(cells, text=[*cells[0]] if cells else (), wrap=True, caption=caption)
 
 
 def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -199,19 +211,18 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
                 seen[place] = standing
     if not seen:
         return None
-    columns = ("method", "output positions", "acceptance", "ms per draft token", "predicted tokens/s")
-    rows_shown = (
-        (
-            method,
-            positions,
-            f"{standing['acceptance']:.1%}",
-            f"{1e3 * standing['token_s']:.2f}" if standing["token_s"] else "-",
-            f"{standing['tgs']:.1f}",
-        )
+    caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
+    shown = (
+        {
+            "method": method,
+            "output positions": positions,
+            "acceptance": f"{standing['acceptance']:.1%}",
+            "ms per draft token": f"{1e3 * standing['token_s']:.2f}" if standing["token_s"] else "-",
+            "predicted tokens/s": f"{standing['tgs']:.1f}",
+        }
         for (method, positions), standing in seen.items()
     )
-    caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
-    return make_table(columns, rows_shown, "draft ladder", text=columns[:2], wrap=True, caption=caption)
+    return make_table(shown, "draft ladder", text=("method", "output positions"), wrap=True, caption=caption)
 
 
 def _place(row: Mapping[str, Any]) -> str:
@@ -245,14 +256,6 @@ def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:
     """Share of the 1st, 2nd, ... verified draft tokens that were right."""
     pairs = list(zip(metrics["accepted_by_position"], metrics["drafted_by_position"], strict=True))[:most]
     return " ".join(f"{accepted / drafted:.0%}" if drafted else "-" for accepted, drafted in pairs) or "-"
-
-
-def _bench_table(title: str, figures: Sequence[str]) -> Table:
-    return make_table(("batch", "workload", "variant", *figures), title=title, text=("workload", "variant"))
-
-
-def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str, str]:
-    return str(result["batch"]), result["workload"], result["variant"]
 
 
 def _difference(difference: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.cli.options import split_items
-from specactor_ray.core.console import draw, make_console, make_table, say, show_error
+from specactor_ray.core.console import make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
 from specactor_ray.core.progress import PhaseProgress
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Predict the speed of rollouts: the package's own loops and controller on virtual time.", no_args_is_help=True
 )
+_LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
 ScenarioFile = Annotated[Path, typer.Option("--config", "-c", help="Scenario: a file or shipped name (two_cores).")]
 ScenarioOverrides = Annotated[
     list[str] | None,
@@ -127,7 +128,7 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
     except OSError as error:
         raise InputError(f"{file} cannot be written ({error.strerror})") from None
     plot = write_plot(folder, report)
-    for written in ["report.json", *plot]:
+    for written in filter(None, ("report.json", plot)):
         say(console, f"written: {(folder / written).resolve()}")
     if not plot:
         say(console, "no plot: matplotlib is not installed (pip install matplotlib)")
@@ -138,69 +139,71 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
 
 def speed_table(point: Mapping[str, Any]) -> Table:
     """Speed of each variant, and its ratio to the baseline."""
-    results, device = point["results"], point["device"]
-    columns = ["variant", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x", "length"]
-    table = _table("speed", columns, text=("variant",))
-    for result in results:
-        name, ratio = result["variant"], f"{point['ratios'][result['variant']]:.2f}"
-        cells = [
-            _count(result["devices"]),
-            _count(result["draft_devices"]),
-            f"{result['rollout_s']:,.2f}",
-            f"{result['tokens_per_s']:,.0f}",
-            f"{result['tokens_per_s_and_device']:,.1f}",
-            f"{ratio}*" if name == point["baseline"] else ratio,
-            f"{result['acceptance_length']:.2f}",
-        ]
-        table.add_row(name, *cells)
-    captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
-    captions += ["length: acceptance length, tokens per request and verify step."]
-    table.caption = "\n".join(captions)
-    return table
+    device = point["device"]
+    rows = (
+        {
+            "variant": result["variant"],
+            f"{device}s": _count(result["devices"]),
+            "drafting": _count(result["draft_devices"]),
+            "rollout s": f"{result['rollout_s']:,.2f}",
+            "tokens/s": f"{result['tokens_per_s']:,.0f}",
+            f"tokens/s/{device}": f"{result['tokens_per_s_and_device']:,.1f}",
+            "x": f"{point['ratios'][result['variant']]:.2f}" + "*" * (result["variant"] == point["baseline"]),
+            "length": f"{result['acceptance_length']:.2f}",
+        }
+        for result in point["results"]
+    )
+    caption = (
+        f"* baseline of x: tokens/s per {device}, drafting ones included.\n"
+        "length: acceptance length, tokens per request and verify step."
+    )
+    return make_table(rows, "speed", text=("variant",), caption=caption, **_LEFT)
 
 
 def sweep_table(report: Mapping[str, Any]) -> Table:
     """Tokens per second and device of each variant at each value, and the ratio to the first."""
-    points = report["points"]
-    device, baseline = points[0]["device"], points[0]["baseline"]
-    names = [result["variant"] for result in points[0]["results"]]
-    columns = [column for name in names for column in ((name,) if name == baseline else (name, "x"))]
-    table = _table(f"tokens/s/{device} over {report['sweep']}", [report["sweep"], *columns], text=(report["sweep"],))
-    for point in points:
-        cells = []
+    first, key, rows = report["points"][0], report["sweep"], list[dict[str, str]]()
+    for point in report["points"]:
+        rows.append({key: point["value"]})
         for result in point["results"]:
-            cells.append(f"{result['tokens_per_s_and_device']:,.1f}")
-            if result["variant"] != baseline:
-                cells.append(f"{point['ratios'][result['variant']]:.2f}")
-        table.add_row(point["value"], *cells)
-    table.caption = f"x: relative to {baseline}; drafting {device}s are counted."
-    return table
+            name = result["variant"]
+            rows[-1][name] = f"{result['tokens_per_s_and_device']:,.1f}"
+            if name != first["baseline"]:
+                rows[-1][f"{name}, x"] = f"{point['ratios'][name]:.2f}"
+    title = f"tokens/s/{first['device']} over {key}"
+    caption = f"x: relative to {first['baseline']}; drafting {first['device']}s are counted."
+    return make_table(rows, title, text=(key,), caption=caption, **_LEFT)
 
 
-def write_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
+def write_plot(folder: Path, report: Mapping[str, Any]) -> str:
     """Write `sweep.png`, the ratios at each value, or `running.png`, the unfinished requests over time. Returns the
     name of the file; empty if matplotlib is not installed."""
-    points = report["points"]
+    try:
+        import matplotlib
+    except ImportError:
+        return ""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-    def draw_ratios(axes: Any) -> None:
-        for name in points[0]["ratios"]:
+    points, first = report["points"], report["points"][0]
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    if report["sweep"]:
+        for name in first["ratios"]:
             axes.plot([point["ratios"][name] for point in points], "o-", label=name, markersize=4)
         axes.set_xticks(range(len(points)), [point["value"] for point in points], fontsize=8)
-        axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
+        axes.set(xlabel=report["sweep"], ylabel=f"times {first['baseline']}, per {first['device']}")
         axes.grid(alpha=0.3)
-
-    def draw_running(axes: Any) -> None:
-        for result in points[0]["results"]:
+    else:
+        for result in first["results"]:
             ended = sorted(result["ended_s"])
             axes.step([0.0, *ended], range(len(ended), -1, -1), where="post", label=result["variant"])
         axes.set(xlabel="seconds", ylabel="unfinished requests", xlim=(0, None), ylim=(0, None))
-
-    name, plot, size = ("sweep.png", draw_ratios, (7, 4)) if report["sweep"] else ("running.png", draw_running, (8, 4))
-    return [name] if draw(folder / name, plot, size=size) else []
-
-
-def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:
-    return make_table(columns, title=title, text=text, title_justify="left", caption_justify="left")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    name = "sweep.png" if report["sweep"] else "running.png"
+    figure.savefig(folder / name, dpi=110)
+    pyplot.close(figure)
+    return name
 
 
 def _count(devices: float) -> str:

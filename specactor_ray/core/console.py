@@ -1,12 +1,12 @@
-"""Output for users: results on standard output, progress and errors on standard error, plots in files."""
+"""Output for users: results on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -33,26 +33,31 @@ def say(console: Console, text: str) -> None:
 
 
 def make_table(
-    columns: Iterable[str],
-    rows: Iterable[Sequence[str | Text]] = (),
+    rows: Iterable[Mapping[str, str | Text]],
     title: str | None = None,
     text: Collection[str] = (),
+    groups: Sequence[str] = (),
     wrap: bool = False,
     **options: Any,
 ) -> Table:
-    """A table of numbers; the columns in `text` are aligned to the left. With `wrap` cells may take several lines.
-    Options are those of rich's `Table`, such as `caption`."""
+    """A table of numbers with a column for every key of the rows. The columns in `text` are aligned to the left; a line
+    stands where values in the columns `groups` change. With `wrap` cells may take several lines. Options are those of
+    rich's `Table`, such as `caption`."""
+    rows = list(rows)
     table = Table(title=title, box=SIMPLE_HEAD, **options)
-    for name in columns:
+    names = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    for name in names:
         table.add_column(name, justify="left" if name in text else "right", no_wrap=not wrap)
-    for row in rows:
-        table.add_row(*row)
+    for row, following in zip(rows, [*rows[1:], {}], strict=True):
+        is_last = any(row[name] != following.get(name) for name in groups)
+        table.add_row(*(row.get(name, "") for name in names), end_section=is_last)
     return table
 
 
-def figures_table(title: str, figures: Iterable[tuple[str, str]]) -> Table:
+def figures_table(title: str, figures: Iterable[tuple[str, str]], **options: Any) -> Table:
     """A row for the name and the value of each figure."""
-    return make_table(("name", "value"), figures, title, text=("name",), show_header=False)
+    rows = ({"name": name, "value": value} for name, value in figures)
+    return make_table(rows, title, text=("name",), show_header=False, **options)
 
 
 def show_error(message: str) -> None:
@@ -92,23 +97,3 @@ class _PlainLines(logging.Handler):
             say(self._console, record.getMessage())
         except Exception:  # noqa: BLE001 - a closed stream must not end the work
             self.handleError(record)
-
-
-def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:
-    """Write a PNG file of `size` inches, with the axes of each plot side by side. False if matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(plots), figsize=size, squeeze=False)
-    for one, plot in zip(axes[0], plots, strict=True):
-        plot(one)
-        if one.get_legend_handles_labels()[0]:
-            one.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True

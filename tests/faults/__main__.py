@@ -127,8 +127,8 @@ def run_campaign(
 def show(campaign: Campaign) -> int:
     """Print the totals and the failed runs. Returns the exit code."""
     console, totals = make_console(), campaign.totals
-    rows = [(kind, f"{times:,}") for kind, times in campaign.faults.most_common()]
-    console.print(make_table(("kind", "times"), rows, "faults that struck", text=("kind",), title_justify="left"))
+    rows = [{"kind": kind, "times": f"{times:,}"} for kind, times in campaign.faults.most_common()]
+    console.print(make_table(rows, "faults that struck", text=("kind",), title_justify="left"))
     say(console, f"{campaign.runs} runs, {campaign.num_faults:,} faults, last digest {campaign.digest:08x}")
     say(console, ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in totals.items()))
     for report in campaign.violations:

@@ -115,7 +115,7 @@ class TestComparing:
         assert small["results"][0]["rollout_s"] > plain["rollout_s"]
         table = text_of(sweep_table(report))
         assert "tokens/s/GPU over config.target.max_batch" in table and "decoupled" in table
-        assert write_plot(tmp_path, report) == ["sweep.png"]
+        assert write_plot(tmp_path, report) == "sweep.png"
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -135,7 +135,7 @@ class TestFigures:
 
     def test_plots_are_optional(self, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert write_plot(tmp_path, found) == []
+        assert write_plot(tmp_path, found) == ""
         assert list(tmp_path.iterdir()) == []
 
 
