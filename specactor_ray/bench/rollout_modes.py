@@ -58,8 +58,8 @@ class Workload:
     name: str
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    n: int | None = None
-    """Samples per prompt; None: `data.n`."""
+    n: int
+    """Samples per prompt."""
 
 
 def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
@@ -231,9 +231,8 @@ class Bench:
             tokens = rollout.committed_tokens - before
             return ProgressState(len(outputs), failures.total(), tokens, rollout.metrics().acceptance_length)
 
-        n = workload.n or rollout.config.data.n
-        with rollout_progress(self._console, title, len(workload.prompts) * n, read):
-            for one in rollout.stream(workload.prompts, workload.sampling, n):
+        with rollout_progress(self._console, title, len(workload.prompts) * workload.n, read):
+            for one in rollout.stream(workload.prompts, workload.sampling, workload.n):
                 outputs[one.prompt_index, one.sample_index] = one
                 if one.finish_reason == "error":
                     failures[one.error] += 1
@@ -325,10 +324,7 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             pairs = [pair for pair in zip(base["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
             if pairs and result["mode"] != ModeName.plain.value:
                 subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
-                said = verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
-                interval = None if said.low is None or said.high is None else [round(said.low, 4), round(said.high, 4)]
-                added |= {"interval": interval, "verdict": said.sentence, "outcome": said.outcome}
-                added["ratio"] = round(said.ratio, 4)
+                added |= verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
             found.append({**result, **added})
     return found
 
@@ -348,7 +344,7 @@ def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[s
             {
                 "name": workload.name,
                 "prompts": len(workload.prompts),
-                "samples_each": config.data.n,
+                "samples_each": workload.n,
                 "sampling": asdict(workload.sampling),
             }
             for workload in workloads

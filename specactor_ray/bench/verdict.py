@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 """97.5% quantiles of Student's t at 1 to 8 degrees of freedom; an expansion is within 0.2% above."""
@@ -15,42 +15,26 @@ _WIDE = 0.1
 """Largest distance of the interval's ends from 1 at which it shows that both are equally fast."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What paired rounds say about drafts."""
-
-    ratio: float
-    """Speed of drafted to plain decoding: the geometric mean over rounds, and at most the acceptance length."""
-    low: float | None
-    high: float | None
-    """Ends of the 95% interval; None for a single round."""
-    measured: float
-    """The ratio before it was limited to the acceptance length."""
-    outcome: str
-    """`pays`, `loses`, `even` (no difference that matters), or `noisy` (the rounds do not tell)."""
-    sentence: str
-
-
-def verdict(rounds: Sequence[tuple[float, float]], acceptance_length: float, subject: str = "") -> Verdict:
+def verdict(rounds: Sequence[tuple[float, float]], acceptance_length: float, subject: str) -> dict[str, Any]:
     """What rounds of (plain tokens/s, drafted tokens/s), both on the same work, say about drafts.
+
+    `ratio` is the geometric mean over rounds and `interval` its 95% interval (None for one round), both at most
+    `acceptance_length`; `outcome` is `pays`, `loses`, `even` (no difference that matters) or `noisy` (the rounds do not
+    tell), and `verdict` a sentence.
 
     A step commits `acceptance_length` tokens of a request and takes no less time than a plain one, so a ratio above it
     is noise: it is not claimed. The interval is Student's, of the logarithms of the rounds' ratios. `subject` begins
-    the sentence, as in "for these prompts at T=1, batch 16". Raises ValueError without a round, or for a speed that is
-    not above 0.
+    the sentence, as in "for these prompts at T=1, batch 16".
     """
-    if not rounds or min(map(min, rounds)) <= 0.0:
-        raise ValueError(f"rounds: one or more pairs of speeds above 0 are needed, not {rounds}")
     logs = [math.log(drafted / plain) for plain, drafted in rounds]
     mean = fmean(logs)
     half = _quantile(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
     low, high, measured = math.exp(mean - half), _exp(mean + half), math.exp(mean)
     ratio, most = min(measured, acceptance_length), min(high, acceptance_length)
     outcome = _outcome(ratio, low, high, acceptance_length)
-    ends = None if math.isinf(half) else (min(low, most), most)
-    shown_low, shown_high = ends or (None, None)
-    said = _sentence(outcome, ratio, ends, measured)
-    return Verdict(ratio, shown_low, shown_high, measured, outcome, f"{subject}: {said}" if subject else said)
+    interval = None if math.isinf(half) else [round(min(low, most), 4), round(most, 4)]
+    sentence = f"{subject}: {_sentence(outcome, ratio, interval, measured)}"
+    return {"ratio": round(ratio, 4), "interval": interval, "outcome": outcome, "verdict": sentence}
 
 
 def _outcome(ratio: float, low: float, high: float, acceptance_length: float) -> str:
@@ -63,7 +47,7 @@ def _outcome(ratio: float, low: float, high: float, acceptance_length: float) ->
     return "even" if low >= 1.0 - _WIDE and high <= 1.0 + _WIDE else "noisy"
 
 
-def _sentence(outcome: str, ratio: float, ends: tuple[float, float] | None, measured: float) -> str:
+def _sentence(outcome: str, ratio: float, ends: Sequence[float] | None, measured: float) -> str:
     if ends is None:
         return f"too noisy to tell: one round gave {measured:.2f} of plain decoding, without an error"
     low, high = ends

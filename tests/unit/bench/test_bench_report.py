@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,6 @@ from specactor_ray.bench.rollout_modes import (
     with_ratios,
 )
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
-from specactor_ray.bench.verdict import verdict
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
@@ -78,8 +76,6 @@ class TestVariants:
         assert [variant.label for variant in four] == labels and [variant.label for variant in one] == [
             label for label in labels if label != "plain 2x1"
         ]
-        rows = [variant.config.target.max_batch for variant in plan_variants(config(), ALL, [1, 4])]
-        assert rows == [1, 1, 1, 1, 4, 2, 4, 4, 4]
 
     @settings(max_examples=25)
     @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 16))
@@ -180,7 +176,8 @@ class TestAuto:
 
 class TestComparison:
     def test_the_first_differing_position_with_both_margins(self) -> None:
-        (found,) = differences({(3, 1): output(5, 6, 7, 8)}, {(3, 1): output(5, 6, 9, 1)})
+        same = {(2, 0): output(1, 2), (0, 0): output(reason="error", error="the prompt is longer than the context")}
+        (found,) = differences({(3, 1): output(5, 6, 7, 8), **same}, {(3, 1): output(5, 6, 9, 1), **same})
         place = {"prompt_index": 3, "sample_index": 1, "position": 2, "note": ""}
         assert found == place | {"token": 9, "reference_token": 7, "margin": 0.7, "own_margin": 0.9}
 
@@ -197,20 +194,9 @@ class TestComparison:
     def test_other_differences_have_a_note(self, other: dict[Place, Trajectory], note: str) -> None:
         (found,) = differences({(0, 0): output(5, 6, 7)}, other)
         assert found["position"] is None and found["note"].startswith(note)
-
-    def test_a_prompt_that_fails_the_same_way_in_both_is_the_same(self) -> None:
-        failed = {(0, 0): output(reason="error", error="the prompt is longer than the context")}
-        assert differences(failed, dict(failed)) == []
-        assert differences({}, failed)[0]["note"] == "the reference has no such request"
-
-    @given(st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 2)), st.lists(st.integers(0, 9), max_size=6)))
-    def test_finds_exactly_what_was_changed(self, tokens: dict[Place, list[int]]) -> None:
-        reference = {place: output(*ids) for place, ids in tokens.items()}
-        changed = {place: ids for place, ids in tokens.items() if ids and sum(place) % 2}
-        other = reference | {place: output(*ids[:-1], ids[-1] + 10) for place, ids in changed.items()}
-        found = differences(reference, other)
-        assert [(one["prompt_index"], one["sample_index"]) for one in found] == sorted(changed)
-        assert [one["position"] for one in found] == [len(changed[place]) - 1 for place in sorted(changed)]
+        if not other:
+            (found,) = differences({}, {(0, 0): output(5, 6, 7)})
+            assert found["note"] == "the reference has no such request"
 
 
 def measured(
@@ -264,27 +250,13 @@ class TestReport:
         assert plain["tokens_per_s"] == pytest.approx(96 / sum(32 / speed for speed in (40, 20, 60)), rel=1e-3)
         assert plain["metrics"]["steps"] == 30 and plain["rounds"] == [40.0, 20.0, 60.0]
         assert auto["identical"] == 45, "a difference in each round"
-        said = verdict([(40.0, 52.0), (20.0, 25.0), (60.0, 76.0)], 1.5, "for chat at T=1, batch 4, auto 1x2")
-        assert said.low is not None and said.high is not None
-        assert (auto["verdict"], auto["interval"]) == (said.sentence, [round(said.low, 4), round(said.high, 4)])
+        low, high = auto["interval"]
+        assert low < auto["ratio"] < high and plain["interval"] is None
         assert "drafts pay (1.27 of plain decoding, " in auto["verdict"] and plain["verdict"] == ""
-
-    def test_one_differing_request_is_enough(self) -> None:
-        same = [measured("plain 1x2", 4, 1.0), measured("decoupled", 4, 1.0)]
-        assert all_identical({"results": with_ratios(same)})
-        results = with_ratios([*same, measured("coupled", 4, 1.0, differing=1)])
-        assert not all_identical({"results": results}) and results[-1]["identical"] == 15
-        assert json.loads(json.dumps(results)) == results
-
-    def test_a_step_is_split_into_its_parts(self) -> None:
-        metrics = RolloutMetrics(steps=4, forward_s=0.4, sampling_s=0.04, protocol_s=0.004, waiting_s=0.008)
-        figures = figures_of(2, 4, 2.0, metrics)
-        parts = {"forward": 100.0, "sampling": 10.0, "protocol": 1.0, "waiting": 2.0}
-        assert figures["tokens_per_s"] == 2.0 and figures["ms_per_step"] == pytest.approx(parts)
-        assert figures_of(0, 0, 0.0, RolloutMetrics())["tokens_per_s"] == 0.0
 
     def test_the_tables_say_it_all(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0), measured("decoupled 1x1 + 1", 4, 60.0, differing=2)])
+        assert all_identical({"results": results[:1]}) and not all_identical({"results": results})
         text = rendered(speed_table(results)) + rendered(draft_table(results)) + rendered(time_table(results))
         for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "67% 25%", "protocol"):
             assert expected in text
