@@ -30,7 +30,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import read_jsonl, read_prompts
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.mode import settle_auto
+from specactor_ray.startup.mode import settle
 from specactor_ray.trainer.rewards import RewardSample
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _run(demo: Demo) -> None:
 
     layout = ("cluster.address=local", f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
     items = ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]
-    auto, lines = settle_auto(load_config(None, items), Machine.here())
+    auto, lines = settle(load_config(None, items), Machine.here())
     for line in lines:
         demo.say(line)
     auto.cluster.num_cpus = 2 * demo.cores  # one of the two rollouts runs at a time

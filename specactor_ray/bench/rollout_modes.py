@@ -158,7 +158,7 @@ def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:
     first = groups[0][0].config
     if first.target.gpus or first.cluster.address != "local":
         return False
-    needed = max(sum(item.num_bytes for one in group for item in plan_rollout_memory(one.config)) for group in groups)
+    needed = max(sum(sum(plan_rollout_memory(one.config).values()) for one in group) for group in groups)
     return needed <= _MEMORY_SHARE * available_bytes()
 
 

@@ -14,7 +14,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import settle_auto
+from specactor_ray.startup.mode import settle
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def auto_of(config: Config) -> Config:
     """The configuration that `rollout` runs in mode auto."""
     chosen = copy.deepcopy(config)
     chosen.mode = ModeName.auto
-    return settle_auto(chosen, Machine.here())[0]
+    return settle(chosen, Machine.here())[0]
 
 
 def _with_cores_of(auto: Config, config: Config) -> Config:

@@ -80,11 +80,11 @@ def planned_side_by_side(settings: Config, console: Console) -> Config:
     `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `plan_config`."""
     from specactor_ray.config.schema import ModeName
     from specactor_ray.startup.machine import Machine
-    from specactor_ray.startup.mode import as_decoupled, plan_config
+    from specactor_ray.startup.mode import plan_config, settle
 
     machine = Machine.here()
     if settings.mode is not ModeName.auto or settings.profile is None:
-        return as_decoupled(settings, machine)
+        return settle(settings, machine, mode=ModeName.decoupled)[0]
     planned, plan = plan_config(settings, machine, [ModeName.decoupled])
     for line in plan.lines():
         say(console, line)

@@ -143,16 +143,14 @@ def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -
     return traits(drafter.method, f"{key}.method").looks_up
 
 
-def inline_drafters(config: Config) -> list[DrafterConfig]:
-    """Sections of the methods that draft inside every verifier, in the order of the configuration."""
-    if config.mode is ModeName.plain:
-        return []
-    return [one for one in config.drafters if one.replicas and is_hosted(one, config.mode)]
+def inline_drafters(config: Config) -> list[DrafterSpec]:
+    """The methods that draft inside every verifier, in the order of the configuration. Raises as `drafter_specs`."""
+    return [one for one in drafter_specs(config).values() if one.replicas and one.hosted]
 
 
-def acting_drafters(config: Config) -> list[DrafterConfig]:
-    """Sections of the methods with draft actors, including those with none now."""
-    return [] if config.mode is ModeName.plain else [one for one in config.drafters if not is_hosted(one, config.mode)]
+def acting_drafters(config: Config) -> list[DrafterSpec]:
+    """The methods with draft actors, including those with none now. Raises as `drafter_specs`."""
+    return [one for one in drafter_specs(config).values() if not one.hosted]
 
 
 def draft_actors(config: Config) -> dict[str, int]:
@@ -174,6 +172,12 @@ def online_drafter(config: Config) -> DrafterConfig | None:
 class DrafterSpec(DrafterConfig):
     """The record of a draft method, as used by actors, links and seats: its section with all derived values."""
 
+    key: str = ""
+    """Key of its section."""
+    hosted: bool = False
+    """Whether it drafts inside the verifiers; else it has draft actors."""
+    on_gpu: bool = False
+    """Whether it computes on a GPU."""
     window: int = WINDOW
     """Draft window: that of the section, else the common one, else that of `auto`."""
     max_batch: int = 16
@@ -187,34 +191,27 @@ class DrafterSpec(DrafterConfig):
 def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """Method → its record, in the order of the configuration; empty in mode `plain`. Raises ConfigError if a user's
     class cannot be imported or contradicts its section."""
-    if config.mode is ModeName.plain:
-        return {}
-    speculation, batch = config.speculation, config.target.max_batch
-    group = min(config.target.replicas, VERIFIERS_PER_GROUP)
-    specs = {}
-    for number, one in enumerate(config.drafters):
+    target, speculation, specs = config.target, config.speculation, dict[str, DrafterSpec]()
+    for number, one in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
         key = f"drafters.{number}"
-        limits = (batch, 0) if is_hosted(one, config.mode, key) else (batch * group, speculation.branches)
-        specs[one.method] = drafter_spec(key, one, speculation.window, *limits)
+        hosted, found = is_hosted(one, config.mode, key), traits(one.method, f"{key}.method")
+        reject_keys_against_traits(one, key, found)
+        branches, batch = speculation.branches, target.max_batch
+        if hosted or not found.branches:
+            branches = 0
+        elif branches is None:
+            branches = MAX_BRANCHES
+        derived = {
+            "key": key,
+            "hosted": hosted,
+            "on_gpu": (target.gpus if hosted else one.gpus) > 0,
+            "window": one.window or speculation.window or (_BRANCHING_WINDOW if branches else WINDOW),
+            "branches": branches,
+            "max_batch": one.max_batch or (batch if hosted else batch * min(target.replicas, VERIFIERS_PER_GROUP)),
+            "traits": found,
+        }
+        specs[one.method] = DrafterSpec(**{**vars(one), **derived})
     return specs
-
-
-class Placed(NamedTuple):
-    """A draft method of the configuration in its place."""
-
-    key: str
-    spec: DrafterSpec
-    hosted: bool
-    on_gpu: bool
-
-
-def placed_drafters(config: Config) -> list[Placed]:
-    """All methods in use, in the order of the configuration. Raises as `drafter_specs`."""
-    target, found = config.target, list[Placed]()
-    for number, spec in enumerate(drafter_specs(config).values()):
-        hosted = is_hosted(spec, config.mode)
-        found.append(Placed(f"drafters.{number}", spec, hosted, (target.gpus if hosted else spec.gpus) > 0))
-    return found
 
 
 def unused_branches(config: Config) -> str:
@@ -224,22 +221,6 @@ def unused_branches(config: Config) -> str:
         return ""
     why = "hosted drafters" if config.mode is ModeName.coupled else "these draft methods"
     return f"speculation.branches={config.speculation.branches} has no effect: {why} draft one chain"
-
-
-def drafter_spec(
-    key: str, drafter: DrafterConfig, window: int | None, max_batch: int, branches: int | None = 0
-) -> DrafterSpec:
-    """The record of a section at `key`. `window` and `max_batch` are used if it sets none, `branches` if its proposers
-    can branch; None stands for `auto`. Raises as `drafter_specs`."""
-    found = traits(drafter.method, f"{key}.method")
-    reject_keys_against_traits(drafter, key, found)
-    if not found.branches:
-        branches = 0
-    elif branches is None:
-        branches = MAX_BRANCHES
-    window = drafter.window or window or (_BRANCHING_WINDOW if branches else WINDOW)
-    derived = {"window": window, "branches": branches, "max_batch": drafter.max_batch or max_batch}
-    return DrafterSpec(**{**vars(drafter), **derived, "traits": found})
 
 
 def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits) -> None:

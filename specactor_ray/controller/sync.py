@@ -170,7 +170,8 @@ class WeightSync:
         self._receivers = {VERIFIER: VERIFIER}
         """`VERIFIER` for the target's weights, or the taught method → key of the members that load them."""
         if (taught := online_drafter(config)) is not None:
-            self._receivers[taught.method] = VERIFIER if taught in inline_drafters(config) else taught.method
+            inline = [one.method for one in inline_drafters(config)]
+            self._receivers[taught.method] = VERIFIER if taught.method in inline else taught.method
         self._newest: dict[str, WeightSet] = {}
         """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""
         self._replicas = config.target.replicas

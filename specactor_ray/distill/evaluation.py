@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from specactor_ray.config.methods import drafter_spec
+from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.ragged import common_prefix
@@ -182,8 +182,8 @@ def replay(
 def measure(drafter: DrafterConfig, width: int, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
     """Replay every held-out part; the head reads the first `width` values of each recorded state."""
     rows, recipe, window = [], corpus.recipe, corpus.recipe.window
-    settled = replace(drafter, dtype="float32", kv_cache_gb=recipe.kv_cache_gb, max_batch=_REPLAY_BATCH)
-    section = drafter_spec("drafter", settled, window, _REPLAY_BATCH)
+    settled = replace(drafter, dtype="float32", kv_cache_gb=recipe.kv_cache_gb, max_batch=_REPLAY_BATCH, window=window)
+    section = DrafterSpec(**vars(settled), traits=traits(drafter.method))
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         proposer = build_proposer(section, target_config(recipe), recipe.device)

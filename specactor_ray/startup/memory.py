@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from specactor_ray.config.methods import DrafterSpec, placed_drafters
+from specactor_ray.config.methods import DrafterSpec, drafter_specs
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.device import device_bytes
 from specactor_ray.core.errors import ConfigError
@@ -24,16 +24,7 @@ from specactor_ray.target.sizes import (
 
 PROCESS_BYTES = 0.35 * 2**30
 """Memory of Python, torch and Ray in one process."""
-_FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    """One line of the memory plan."""
-
-    owner: str
-    what: str
-    num_bytes: float
+FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
 
 
 # ---- caches ----
@@ -50,18 +41,17 @@ def settle_caches(config: Config, machine: Machine) -> None:
     target, gpu, hosted = config.target, None, 0.0
     if machine.hosts(config.cluster) and machine.gpu_bytes:
         gpu = min(machine.gpu_bytes)
-    for drafter, one in zip(config.drafters, placed_drafters(config), strict=False):  # mode plain uses none
-        spec = one.spec
-        if not spec.model or (one.on_gpu and gpu is None):
+    for drafter, spec in zip(config.drafters, drafter_specs(config).values(), strict=False):  # mode plain uses none
+        if not spec.model or (spec.on_gpu and gpu is None):
             continue
-        cache, held = footprint(spec, target, gpu if one.on_gpu else None)
+        cache, held = footprint(spec, target, gpu if spec.on_gpu else None)
         drafter.kv_cache_gb = cache / GIB
-        if one.hosted:
+        if spec.hosted:
             hosted += held * (spec.replicas > 0)
-        elif one.on_gpu and gpu is not None and held > usable_bytes(gpu):
+        elif spec.on_gpu and gpu is not None and held > usable_bytes(gpu):
             problem = f"{spec.model} with its cache and graphs takes {gib(held)}; a GPU has {gib(gpu)}."
             fix = "use a smaller kv_cache_gb or max_batch of the drafter, or another model."
-            raise ConfigError(f"{one.key}.gpus", problem, fix)
+            raise ConfigError(f"{spec.key}.gpus", problem, fix)
     if not target.gpus:
         free = machine.free_bytes if _judged(config) else float("inf")
         target.kv_cache_gb = cache_bytes(target, room_on_cpu(target, free)) / GIB
@@ -90,33 +80,29 @@ def drafter_on_node(drafter: DrafterSpec, target: TargetConfig, device: str) -> 
 # ---- plans ----
 
 
-def plan_rollout_memory(config: Config) -> list[MemoryItem]:
-    """Peak memory of verifiers and draft actors of a configuration with settled caches."""
+def plan_rollout_memory(config: Config) -> dict[str, float]:
+    """Part of a run → its peak memory: verifiers and draft actors of a configuration with settled caches."""
     target = config.target
     size, _ = count_parameters(target.model, target.trust_remote_code)
     ranks, cache = target.tensor_parallel, (target.kv_cache_gb or 0.0) * GIB
     processes = 1 if ranks == 1 else 1 + ranks
     verifier = size * ITEM_BYTES[target.dtype] + ranks * cache + processes * PROCESS_BYTES
     verifier += states_beside_the_cache(target, cache)
-    plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
-    for _, spec, hosted, _ in placed_drafters(config):
+    plan = {f"verifiers, {target.replicas} x (weights + cache)": target.replicas * verifier}
+    for spec in drafter_specs(config).values():
         owner, number, process = (
-            ("verifiers", target.replicas, 0.0) if hosted else ("draft actors", spec.replicas, PROCESS_BYTES)
+            ("verifiers", target.replicas, 0.0) if spec.hosted else ("draft actors", spec.replicas, PROCESS_BYTES)
         )
         if spec.replicas:
-            held = footprint(spec, target, None)[1] + process
-            plan.append(MemoryItem(owner, f"{number} x {spec.method}", number * held))
+            plan[f"{owner}, {number} x {spec.method}"] = number * (footprint(spec, target, None)[1] + process)
     return plan
 
 
-def check_memory(config: Config, free: float, plan: Sequence[MemoryItem] | None = None, fix: str = _FIXES) -> None:
-    """Refuse a run on this machine's CPU if its plan (default: of a rollout) needs more than the `free` bytes, with a
-    ConfigError that has the numbers and the fix."""
-    if not _judged(config):
-        return
-    plan = plan_rollout_memory(config) if plan is None else plan
-    if (total := sum(item.num_bytes for item in plan)) > free:
-        items = "; ".join(f"{item.owner}, {item.what}: {gib(item.num_bytes)}" for item in plan)
+def check_memory(config: Config, free: float, plan: Mapping[str, float], fix: str = FIXES) -> None:
+    """Refuse a run on this machine's CPU if its plan needs more than the `free` bytes, with a ConfigError that has the
+    numbers and the fix."""
+    if _judged(config) and (total := sum(plan.values())) > free:
+        items = "; ".join(f"{part}: {gib(size)}" for part, size in plan.items())
         problem = f"the run needs about {gib(total)} ({items}), and {gib(free)} are free."
         raise ConfigError("memory", problem, fix)
 

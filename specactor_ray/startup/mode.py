@@ -20,11 +20,13 @@ DEFAULT_METHOD = "suffix"
 """Draft method of `mode: auto` if none is configured: it needs no model and costs almost nothing."""
 
 
-def settle(config: Config, machine: Machine, there: Devices | None) -> tuple[Config, list[str]]:
+def settle(
+    config: Config, machine: Machine, there: Devices | None = None, mode: ModeName | None = None
+) -> tuple[Config, list[str]]:
     """A copy of a valid configuration with mode, data types and cores in place of `auto`, and a line for each choice.
 
-    `mode: auto` becomes coupled or decoupled; never plain, since both decide at every step whether drafting pays
-    (`verify/policy.py`).
+    `mode: auto` becomes what a plan by `profile` finds best; without a `profile` coupled or decoupled, never plain,
+    since both decide at every step whether drafting pays (`verify/policy.py`).
 
     - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
       `specactor scale` may raise): decoupled.
@@ -33,14 +35,18 @@ def settle(config: Config, machine: Machine, there: Devices | None) -> tuple[Con
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
 
     Args:
-        there: Devices of the cluster of the run; None if unknown: then draft actors beside verifiers on GPUs are
-            assumed to fit, and verifiers on CPUs get no more cores.
+        there: Devices of the cluster of the run. Default: those of the machine if the cluster is local; else they are
+            unknown: draft actors beside verifiers on GPUs are assumed to fit, and verifiers on CPUs get no more cores.
+        mode: Taken for `auto`, with the layout as written: where modes are planned or measured side by side.
 
     Raises:
         ConfigError: The chosen mode contradicts another key.
     """
-    config, lines = copy.deepcopy(config), list[str]()
-    target, asked = config.target, config.target.dtype
+    if config.mode is ModeName.auto and mode is None and config.profile is not None:
+        config, plan = plan_config(given := config, machine)
+        return config, [*plan.lines(), *_dtype_line(given, config)]
+    config, given, lines = copy.deepcopy(config), config, list[str]()
+    target, there = config.target, there or machine.devices(config.cluster)
     target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
@@ -48,39 +54,33 @@ def settle(config: Config, machine: Machine, there: Devices | None) -> tuple[Con
             others = draft_cores(acting_drafters(config)) + trainer_cores(config.trainer)
             target.cores = max(1, min(target.cores, (there.cores - others) // target.replicas))
     if config.mode is ModeName.auto:
-        lines.append(_choose_mode(config, there))
+        config.drafters = config.drafters or [DrafterConfig(DEFAULT_METHOD)]
+        if mode is None:
+            line = _choose_mode(config, there)
+            lines.append(line if given.drafters else f"{line}, drafters: {DEFAULT_METHOD}, as none is configured")
+        config.mode = mode or config.mode
         validate(config)
     for drafter in config.drafters:
         on_gpu = (target.gpus if config.mode is ModeName.coupled else drafter.gpus) > 0
         drafter.dtype = machine.fitting_dtype(drafter.dtype, on_gpu)
-    if target.dtype != asked:
-        lines.append(f"target.dtype: {target.dtype}")
-    return config, lines
+    return config, [*lines, *_dtype_line(given, config)]
 
 
-def as_decoupled(config: Config, machine: Machine) -> Config:
-    """A copy in which `mode: auto` is `decoupled`, the layout as written, where modes are planned or measured side by
-    side. A ConfigError states why that is not possible."""
-    if config.mode is ModeName.auto:
-        config = copy.deepcopy(config)
-        config.drafters = config.drafters or [DrafterConfig(DEFAULT_METHOD)]
-        config.mode = ModeName.decoupled
-        validate(config)
-    return settle(config, machine, machine.devices(config.cluster))[0]
+def _dtype_line(given: Config, settled: Config) -> list[str]:
+    dtype = settled.target.dtype
+    return [f"target.dtype: {dtype}"] if dtype != given.target.dtype else []
 
 
 def _choose_mode(config: Config, there: Devices | None) -> str:
     """Set the mode, and the devices that follow from it. Returns the choice in words."""
-    target, written = config.target, bool(config.drafters)
-    config.drafters = config.drafters or [DrafterConfig(DEFAULT_METHOD)]
-    given = _give_gpus(config, there)
+    target, given = config.target, _give_gpus(config, there)
     config.mode, reason = _mode_of(config, there)
     line = f"mode: {config.mode.value} ({reason})" + "".join(f", {key}=1" for key in given)
     if config.mode is ModeName.coupled and not target.gpus and there is not None:
         more = _spare_cores(config, there)
         target.cores += more
         line += f", target.cores={target.cores}" if more else ""
-    return line if written else f"{line}, drafters: {DEFAULT_METHOD}, as none is configured"
+    return line
 
 
 def _models_on_cores(config: Config) -> list[int]:
@@ -141,15 +141,6 @@ def _spare_cores(config: Config, there: Devices) -> int:
 # ---- by the costs of an earlier run ----
 
 
-def settle_auto(config: Config, machine: Machine) -> tuple[Config, list[str]]:
-    """As `settle`; with a `profile` `mode: auto` is resolved by `plan_config`."""
-    if config.mode is not ModeName.auto or config.profile is None:
-        return settle(config, machine, machine.devices(config.cluster))
-    planned, plan = plan_config(config, machine)
-    dtype = planned.target.dtype
-    return planned, [*plan.lines(), *([f"target.dtype: {dtype}"] if dtype != config.target.dtype else [])]
-
-
 def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, Plan]:
     """The configuration of the fastest of these modes by the costs in `profile`, and the plan.
 
@@ -157,7 +148,7 @@ def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = AL
         ConfigError: `profile` is not set, is damaged, has not enough figures, or they are those of another target.
         InputError: No layout fits.
     """
-    config = as_decoupled(config, machine)
+    config, _ = settle(config, machine, mode=ModeName.decoupled)
     plan = make_plan(config, usable_costs(config.profile, config.target), machine, modes)
     apply_plan(config, plan)
     validate(config)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.cluster.address import require_listener
-from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, placed_drafters, reads_head
+from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, ModeName, TargetConfig
+from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
 from specactor_ray.core.progress import start_phase
@@ -19,8 +19,8 @@ from specactor_ray.models.checkpoint_files import known_number
 from specactor_ray.models.loading import load_model_config, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
-from specactor_ray.startup.memory import check_memory, settle_caches
-from specactor_ray.startup.mode import settle_auto
+from specactor_ray.startup.memory import check_memory, plan_rollout_memory, settle_caches
+from specactor_ray.startup.mode import settle
 from specactor_ray.target.sizes import BLOCK_TOKENS, reject_cache_below_one_request
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_room, require_vllm, require_whole_heads
 
@@ -65,7 +65,7 @@ def resolve(config: Config, machine: Machine, trains: bool = False, sampled: boo
     known = known_number(require_named(config, machine), "max_position_embeddings")
     if sampled:
         max_prompt_tokens(config, context_within(config.target, known or 0))
-    config, choices = settle_auto(config, machine)
+    config, choices = settle(config, machine)
     require_devices(config, machine, trains)
     target = config.target
     with start_phase("checking the models"):
@@ -77,7 +77,8 @@ def resolve(config: Config, machine: Machine, trains: bool = False, sampled: boo
         check_draft_models(config, text.vocab_size)
         settle_caches(config, machine)
         reject_cache_below_one_request(target, config.sampling.max_tokens, text)
-        check_memory(config, machine.free_bytes)
+        if not trains:  # else with the memory of the trainer
+            check_memory(config, machine.free_bytes, plan_rollout_memory(config))
     identity = identity_of(target, model)
     notes = start_notes(config, machine, identity)
     return Resolved(config, tuple(choices), tuple(notes), identity, context, int(text.vocab_size))
@@ -110,51 +111,33 @@ def require_named(config: Config, machine: Machine) -> Path | None:
     if config.cluster.address != "local" and not machine.is_connected:
         require_listener(config.cluster.address)
     folder = require_named_model("target.model", target.model)
-    for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
-        if drafter.model:
-            require_named_model(f"drafters.{index}.model", drafter.model, reads_head(drafter.method))
+    for spec in specs:
+        if spec.model:
+            require_named_model(f"{spec.key}.model", spec.model, spec.traits.checkpoint is Checkpoint.HEAD)
     return folder
 
 
 def require_devices(config: Config, machine: Machine, trains: bool = False) -> None:
     """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
     trainer. The ConfigError has the needed and the existing ones."""
-    if machine.hosts(config.cluster):
-        _require_gpus(config, machine, trains)
-        _require_cores(config, machine, trains)
-
-
-def _require_gpus(config: Config, machine: Machine, trains: bool) -> None:
-    target, trainer, acting = config.target, config.trainer, acting_drafters(config)
-    wanted = {"target.gpus": target.replicas * target.gpus}
-    wanted |= {f"drafters.{i}.gpus": d.replicas * d.gpus for i, d in enumerate(config.drafters) if d in acting}
-    wanted |= {"trainer.gpus": trainer.ranks * trainer.gpus * trains}
-    there = machine.gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
-    if (needed := sum(wanted.values())) > there:
-        totals = zip(wanted, itertools.accumulate(wanted.values()), strict=True)
-        key = next(key for key, total in totals if total > there)
-        whose = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
-        problem = f"the run needs {needed} GPU(s) in all ({whose}), and there are {there}."
-        raise ConfigError(key, problem, f"use {key}=0, fewer replicas, or a bigger cluster in cluster.address.")
-
-
-def _require_cores(config: Config, machine: Machine, trains: bool) -> None:
-    target, cluster, trainer = config.target, config.cluster, trainer_cores(config.trainer) if trains else 0
-    shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
-    verifiers, there = target.replicas * target.cores, machine.cores
-    counted = cluster.num_cpus or there  # cores that Ray counts; cores that actors are bound to must exist, too
-    pinned = devices_of(config).cores if cluster.pin_cores else 0
-    needed = verifiers + sum(shares) + trainer
-    if pinned <= there and needed <= counted:
+    if not machine.hosts(config.cluster) or (there := machine.devices(config.cluster)) is None:
         return
-    whose = f"{target.replicas} verifier(s) with {target.cores} each"
-    whose += f", {len(shares)} draft actor(s) with {sum(shares):g} in all" if shares else ""
-    whose += f", the trainer with {trainer}" if trainer else ""
-    have = str(there) if counted == there else f"{there}, and cluster.num_cpus={counted}"
-    problem = f"the run needs {max(pinned, needed):g} CPU cores ({whose}), and there are {have}."
-    fix = "fewer cores or replicas (target.*, drafters.N.*), draft actors that share a core (drafters.N.cores=0.25), "
-    key = "drafters" if shares and verifiers <= min(there, counted) else "target.cores"
-    raise ConfigError(key, problem, fix + "mode=coupled, or a bigger cluster in cluster.address.")
+    target, trainer, needed = config.target, config.trainer, devices_of(config, trains)
+    parts = [("target", target.replicas, target.gpus, float(target.cores))]
+    parts += [(one.key, one.replicas, one.gpus, one.cores) for one in acting_drafters(config)]
+    if trains:
+        parts.append(("trainer", trainer.ranks, trainer.gpus, trainer_cores(trainer) / trainer.ranks))
+    for kind, wanted, have in (("gpus", needed.gpus, there.gpus), ("cores", needed.cores, there.cores)):
+        if kind == "cores" and config.cluster.pin_cores:  # cores that actors are bound to must exist, too
+            have = min(have, machine.cores + wanted - devices_of(config).cores)
+        if wanted > have:
+            sizes = {key: number * (gpus if kind == "gpus" else cores) for key, number, gpus, cores in parts}
+            totals = zip(sizes, itertools.accumulate(sizes.values()), strict=True)
+            key = next((key for key, total in totals if total > have), "target")
+            whose = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)
+            problem = f"the run needs {wanted} {kind} in all ({whose}), and there are {have}."
+            fix = f"use fewer {kind} or replicas, mode=coupled, or a bigger cluster in cluster.address."
+            raise ConfigError(f"{key}.{kind}", problem, fix)
 
 
 def start_notes(config: Config, machine: Machine, identity: TokenIdentity) -> list[str]:
@@ -247,8 +230,8 @@ def export_what_drafters_read(config: Config) -> None:
         ModelLoadError: The head cannot be found, or was made for another target.
     """
     target = config.target
-    readers = [one for one in placed_drafters(config) if one.spec.traits.reads_features]
-    heads = [one for one in readers if one.spec.traits.checkpoint is Checkpoint.HEAD and one.spec.model]
+    readers = [one for one in drafter_specs(config).values() if one.traits.reads_features]
+    heads = [one for one in readers if one.traits.checkpoint is Checkpoint.HEAD and one.model]
     if readers and not heads and not target.hidden_layers:
         problem = f"{readers[0].key} reads the target's hidden states, and none are exported."
         raise ConfigError("target.hidden_layers", problem, "list the decoder layers it reads, such as [2, 15, 28].")
@@ -256,7 +239,7 @@ def export_what_drafters_read(config: Config) -> None:
         return
     from specactor_ray.draft.eagle.checkpoint import read_head_config
 
-    head = str(heads[0].spec.model)
+    head = str(heads[0].model)
     try:
         read = read_head_config(head, target.model, trust_remote_code=target.trust_remote_code)
     except ModelLoadError as error:
@@ -270,17 +253,19 @@ def export_what_drafters_read(config: Config) -> None:
 
 def check_draft_models(config: Config, vocabulary: int) -> None:
     """Refuse draft models with another vocabulary than the target's, or a cache below a page, with a ConfigError."""
-    for key, spec, _, on_gpu in placed_drafters(config):
+    for spec in drafter_specs(config).values():
         if spec.model is None or spec.traits.checkpoint is Checkpoint.HEAD:  # heads are checked elsewhere
             continue
-        draft = load_config_of(f"{key}.model", spec.model, spec.trust_remote_code)
-        row, tokens = 1 if on_gpu else ROW_BYTES, BLOCK_TOKENS["hf"]["gpu" if on_gpu else "cpu"]
+        draft = load_config_of(f"{spec.key}.model", spec.model, spec.trust_remote_code)
+        row, tokens = 1 if spec.on_gpu else ROW_BYTES, BLOCK_TOKENS["hf"]["gpu" if spec.on_gpu else "cpu"]
         page = tokens * token_bytes(draft.get_text_config(), ITEM_BYTES[spec.dtype], row=row)
         if spec.kv_cache_gb is not None and spec.kv_cache_gb * GIB < page:
             problem = f"{spec.kv_cache_gb:g} holds no page of {spec.model}."
             least = math.ceil(page / GIB * 1e6) / 1e6
-            raise ConfigError(f"{key}.kv_cache_gb", problem, f"use {least:g} or more, or leave it out.")
+            raise ConfigError(f"{spec.key}.kv_cache_gb", problem, f"use {least:g} or more, or leave it out.")
         if draft.vocab_size != vocabulary:
             problem = f"{spec.model} has a vocabulary of {draft.vocab_size} tokens, "
             problem += f"the target {config.target.model} one of {vocabulary}."
-            raise ConfigError(f"{key}.model", problem, "use a draft model that was trained with the target's tokenizer")
+            raise ConfigError(
+                f"{spec.key}.model", problem, "use a draft model that was trained with the target's tokenizer"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.memory import PROCESS_BYTES, MemoryItem, check_memory, plan_rollout_memory
+from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, plan_rollout_memory
 from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
@@ -167,11 +167,11 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
     return stream
 
 
-def announce(resolved: Resolved, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
+def announce(resolved: Resolved, run: TrainingRun, memory: Mapping[str, float], console: Console) -> None:
     """Print the run, the checkpoint it continues from, and its memory need."""
     config = resolved.config
-    for item in memory:
-        say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
+    for part, size in memory.items():
+        say(console, f"memory: {part}: {gib(size)}")
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
@@ -181,24 +181,24 @@ def announce(resolved: Resolved, run: TrainingRun, memory: Sequence[MemoryItem],
         say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")
 
 
-def plan_memory(config: Config) -> list[MemoryItem]:
+def plan_memory(config: Config) -> dict[str, float]:
     """Peak memory of each part of the run: estimates in bytes, on the safe side."""
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
     taught = online_drafter(config)
     if taught is not None:
-        plan.append(MemoryItem("trainer", f"learning of {taught.method}", _held_by_learner(taught, target)))
+        plan[f"trainer, learning of {taught.method}"] = _held_by_learner(taught, target)
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
     states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * PROCESS_BYTES
     if trainer.ranks > 1 and trainer.zero_stage < 3:
         states += (trainer.ranks - 1) * 2 * size * _FLOAT32
-    plan.append(MemoryItem("trainer", "weights, gradients, moments", states))
+    plan["trainer, weights, gradients, moments"] = states
     if config.algorithm.kl_coef:
-        plan.append(MemoryItem("trainer", "reference model", trainer.ranks * size * _FLOAT32))
-    plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(trainer, text)))
+        plan["trainer, reference model"] = trainer.ranks * size * _FLOAT32
+    plan["trainer, activations"] = trainer.ranks * _activation_bytes(trainer, text)
     # The version in the object store, and the next one while it is sent.
-    plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * ITEM_BYTES[target.dtype]))
+    plan["object store, two versions of the weights"] = 2.0 * size * ITEM_BYTES[target.dtype]
     return plan
 
 

@@ -84,7 +84,7 @@ ROLLOUT: dict[str, tuple[list[str], str]] = {
     "too many cores": (["mode=plain", "target.cores=999"], "target.cores: "),
     "too many draft actors": (
         ["mode=decoupled", "drafters=[{method: ngram, hosted: false, replicas: 998}]"],
-        "drafters: ",
+        "drafters.0.cores: ",
     ),
     "more than Ray gives out": (
         ["mode=plain", "cluster.pin_cores=false", "cluster.num_cpus=3", "target.cores=4"],

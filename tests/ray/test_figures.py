@@ -24,7 +24,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs import rollout as rollout_run
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.mode import settle_auto
+from specactor_ray.startup.mode import settle
 from specactor_ray.transport.messages import RequestStats
 from tests.faults.run import is_sum_of_steps
 from tests.local_ray import local_ray
@@ -190,9 +190,7 @@ def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         assert not wrong
     assert summary["tokens"] == sum(len(row["token_ids"]) for row in fresh), "no output was aborted"
     next_one = {**settings(tmp_path), "mode": "auto", "profile": str(folder / "summary.json")}
-    assert settle_auto(from_mapping(next_one), Machine.here())[1][-1].startswith("plan: "), (
-        "its costs plan the next run"
-    )
+    assert settle(from_mapping(next_one), Machine.here())[1][-1].startswith("plan: "), "its costs plan the next run"
     console.print(rollout_table(summary))
     shown = console.export_text()
     assert f"{summary['trajectories']['tokens']:,} in these trajectories" in shown

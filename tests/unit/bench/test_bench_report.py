@@ -43,7 +43,7 @@ from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import as_decoupled, settle_auto
+from specactor_ray.startup.mode import settle
 from tests.refused import refused
 
 HEALTH = {
@@ -155,11 +155,11 @@ class TestAuto:
     def test_all_cores_of_a_rollout_and_nothing_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
         auto, notes = load_config(None, ["target.cores=2"]), list[str]()
-        variants = plan_variants(as_decoupled(auto, Machine.here()), list(BenchMode)[:-1], [16], notes=notes)
-        assert [one.label for one in variants] == ["plain 1x3", "plain 1x1", "auto 1x3"]
-        assert (
-            variants[-1].config.mode is ModeName.coupled and devices_of(settle_auto(auto, Machine.here())[0]).cores == 3
+        variants = plan_variants(
+            settle(auto, Machine.here(), mode=ModeName.decoupled)[0], list(BenchMode)[:-1], [16], notes=notes
         )
+        assert [one.label for one in variants] == ["plain 1x3", "plain 1x1", "auto 1x3"]
+        assert variants[-1].config.mode is ModeName.coupled and devices_of(settle(auto, Machine.here())[0]).cores == 3
         assert notes == [
             "coupled 1x3, batch 16: left out, it is the same as auto 1x3",
             "decoupled: left out, verifiers host suffix, so it is coupled",
@@ -168,7 +168,9 @@ class TestAuto:
     def test_auto_may_have_draft_actors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
         notes = list[str]()
-        variants = plan_variants(as_decoupled(config(), Machine.here()), list(BenchMode)[:-1], [3], notes=notes)
+        variants = plan_variants(
+            settle(config(), Machine.here(), mode=ModeName.decoupled)[0], list(BenchMode)[:-1], [3], notes=notes
+        )
         assert [one.label for one in variants] == ["plain 1x2", "plain 1x1", "auto 1x1 + 1", "coupled 1x2"]
         assert [note.split(":")[0] for note in notes] == ["plain 2x1, batch 3", "decoupled 1x1 + 1, batch 3"]
         assert "2 verifiers cannot share 3 requests evenly" in notes[0] and "same as auto" in notes[1]

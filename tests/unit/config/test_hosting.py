@@ -71,7 +71,7 @@ def test_numbers_that_cannot_be(mode: str, method: str, number: Any, key: str) -
     assert isinstance(refusal, ConfigError) and refusal.key == key
 
 
-@pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, {"method": OUTSIDE}])
+@pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, {**MODEL, "method": OUTSIDE}])
 @pytest.mark.parametrize("mode", ["auto", "decoupled"])
 def test_models_are_hosted_in_mode_coupled_alone(mode: str, method: dict[str, Any]) -> None:
     drafters = {"method": "ngram", "hosted": True}, {**method, "hosted": True}

@@ -227,7 +227,7 @@ def test_a_cache_is_that_of_each_rank() -> None:
     with pytest.raises(ConfigError, match="holds 2048 tokens"):
         check(model, kv_cache_gb=(2048 + 128) / 2**20)
     plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
-    one, two = (plan_rollout_memory(plan)[0].num_bytes for plan in plans)
+    one, two = (next(iter(plan_rollout_memory(plan).values())) for plan in plans)
     assert two - one == pytest.approx(2**30 + 2 * PROCESS_BYTES)
 
 
@@ -240,9 +240,11 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts() -> No
             "cluster": {"pin_cores": False, "num_cpus": 5},
         }
     )
-    plan = {item.what: item.num_bytes for item in plan_rollout_memory(config)}
-    assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * PROCESS_BYTES
-    assert plan["2 x suffix"] < PROCESS_BYTES
+    plan = plan_rollout_memory(config)
+    assert (
+        plan["verifiers, 2 x (weights + cache)"] > 16 * 2**30 and plan["draft actors, 3 x ngram"] == 3 * PROCESS_BYTES
+    )
+    assert plan["verifiers, 2 x suffix"] < PROCESS_BYTES
     with pytest.raises(
         ConfigError, match=r"needs about 1[78]\.\d\d GiB \(verifiers, .*\), and 4\.00 GiB are free"
     ) as error:
@@ -252,7 +254,7 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts() -> No
     with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 128 tokens"):
         resolve(small, Machine(2, free_bytes=2.0**20))
     config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
-    check_memory(config, 0.0)
+    check_memory(config, 0.0, plan)
 
 
 @pytest.mark.parametrize(

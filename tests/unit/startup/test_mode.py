@@ -18,13 +18,12 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.startup import machine
 from specactor_ray.startup.machine import Devices, Machine
-from specactor_ray.startup.mode import as_decoupled, settle, settle_auto
+from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import Resolved
 
 LOOKUP = "drafters=[{method: ngram, dtype: float32}]"
 MODEL = "{method: draft_model, model: m, gpus: 1}"
 ON_A_CORE = "drafters=[{method: draft_model, model: m}]"
-TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
 
 
@@ -33,7 +32,7 @@ HERE = Machine(2)
 
 def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
     """What `auto` comes to, and the line of the mode; the configuration it came from is not changed."""
-    config = load_config(None, overrides)
+    config = load_config(None, [*overrides, *([] if devices else ["cluster.address=auto"])])
     before = copy.deepcopy(config)
     result, lines = settle(config, HERE, devices)
     assert config == before and lines[1:] == [f"target.dtype: {result.target.dtype}"] and "\n" not in lines[0]
@@ -47,8 +46,6 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
     [
         (Devices(2, 0), [], "coupled", "on CPUs"),
         (None, [], "coupled", "on CPUs"),
-        (Devices(64, 8), [], "coupled", "on CPUs"),
-        (Devices(2, 0), [TAUGHT], "coupled", "on CPUs"),
         (Devices(2, 0), ["drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"], "coupled", "on CPUs"),
         (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "coupled", "on CPUs"),
         (Devices(2, 0), [ON_A_CORE, "drafters.0.replicas=0"], "decoupled", "specactor scale"),
@@ -56,7 +53,6 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
         (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
         (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 6 core(s) in all"),
-        (Devices(1, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "there are 2 and 1"),
         (None, ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "devices of their own"),
         (Devices(8, 2), ["target.gpus=1", ON_A_CORE], "decoupled", "the verifiers), drafters.0.gpus=1"),
         (Devices(8, 1), ["target.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
@@ -64,9 +60,7 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (None, ["target.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
         (Devices(8, 0), [ON_A_CORE], "coupled", "on CPUs"),
         (Devices(64, 8), ["target.gpus=1"], "coupled", "verifiers host all drafters"),
-        (Devices(2, 2), ["target.gpus=1", f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "there is room"),
         (Devices(2, 2), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "coupled", "3 GPU(s)"),
-        (Devices(3, 3), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
         (
             Devices(3, 2),
             ["target.gpus=1", "trainer.ranks=2", "trainer.cores=1", f"drafters=[{MODEL}]"],
@@ -85,14 +79,12 @@ def test_the_mode_and_its_reason(devices: Devices | None, overrides: list[str], 
     ("cores", "overrides", "each"),
     [
         (2, [], 2),
-        (64, [], 2),
         (1, [], 1),
         (None, [], 1),
         (8, ["drafters=[{method: ngram, replicas: 3}, {method: suffix, cores: 2}]"], 6),
         (4, ["drafters=[{method: ngram, replicas: 3}, {method: suffix, cores: 2}]"], 4),
         (8, ["drafters=[{method: ngram, cores: 0.5}, {method: suffix, cores: 0.5}]"], 2),
         (8, ["target.replicas=2", "drafters=[{method: ngram, replicas: 5}]"], 3),
-        (8, ["target.replicas=2", "drafters=[{method: ngram}]"], 1),
         (5, ["target.replicas=2", "drafters=[{method: ngram, replicas: 4}]"], 2),
         (3, ["trainer.cores=1", "drafters=[{method: ngram, replicas: 2}]"], 2),
         (8, ["target.cores=2", *TWO_RANKS, "drafters=[{method: ngram, replicas: 3}]"], 4),
@@ -115,7 +107,7 @@ def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
         for devices in (None, Devices(1, 0), Devices(64, 8)):
             settled, lines = settle(config, HERE, devices)
             assert not lines and (settled.mode, settled.target) == (config.mode, config.target)
-        assert settle_auto(settled, HERE) == (settled, []) and as_decoupled(settled, HERE) == settled
+        assert settle(settled, HERE, mode=ModeName.decoupled) == (settled, [])
 
 
 def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_elsewhere() -> None:
@@ -136,7 +128,7 @@ def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.devices(load_config(None, ["cluster.num_cpus=7", "cluster.num_gpus=2"]).cluster) == Devices(7, 2)
     elsewhere = load_config(None, ["cluster.address=auto"]).cluster
     assert here.devices(elsewhere) is None and not here.hosts(elsewhere)
-    config, lines = settle_auto(load_config(None, ["cluster.num_cpus=2"]), here)
+    config, lines = settle(load_config(None, ["cluster.num_cpus=2"]), here)
     assert lines[0].endswith("drafters: suffix, as none is configured")
     assert (config.mode, config.target.cores, len(lines)) == (ModeName.coupled, 2, 2)
 
@@ -147,7 +139,9 @@ def test_a_comparison_of_modes_begins_with_the_layout_as_it_is_written() -> None
     config = planned_side_by_side(written, Console(file=out))
     assert (config.mode, config.target.cores, config.drafters[0].cores) == (ModeName.decoupled, 3, 2)
     assert not out.getvalue()
-    assert [drafter.method for drafter in as_decoupled(load_config(), HERE).drafters] == ["suffix"]
+    assert [drafter.method for drafter in settle(load_config(), HERE, mode=ModeName.decoupled)[0].drafters] == [
+        "suffix"
+    ]
 
 
 def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from specactor_ray.plan.costs import load_costs
 from specactor_ray.plan.search import ALL_MODES
 from specactor_ray.startup import machine as machines
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.mode import apply_plan, as_decoupled, make_plan, plan_config, settle_auto
+from specactor_ray.startup.mode import apply_plan, make_plan, plan_config, settle
 
 TARGET = "big"
 HERE = Machine(2)
@@ -69,6 +69,10 @@ def on(file: Path) -> list[str]:
     return [*items, "cluster.num_cpus=2"]
 
 
+def decoupled(config: Config) -> Config:
+    return settle(config, HERE, mode=ModeName.decoupled)[0]
+
+
 def devices_of(config: Config) -> int:
     """Cores."""
     return machines.devices_of(config).cores
@@ -101,7 +105,7 @@ def test_costs_that_cannot_be_used_end_a_start(
         change(data["costs"])
         file.write_text(json.dumps(data))
     config = auto(file, *overrides)
-    for use in (settle_auto, plan_config):
+    for use in (settle, plan_config):
         with pytest.raises(ConfigError, match=f"profile: .*{words}"):
             use(config, HERE)
 
@@ -109,18 +113,18 @@ def test_costs_that_cannot_be_used_end_a_start(
 class TestResolve:
     def test_an_explicit_mode_is_kept(self, file: Path) -> None:
         config = auto(file, "mode=plain")
-        settled, lines = settle_auto(config, HERE)
+        settled, lines = settle(config, HERE)
         assert settled.mode is ModeName.plain and not lines
 
     def test_the_best_candidate_becomes_the_configuration(self, file: Path) -> None:
         config = auto(file, "target.dtype=auto")
         data = json.loads(file.read_text())
-        data["costs"]["target"]["dtype"] = as_decoupled(config, HERE).target.dtype
+        data["costs"]["target"]["dtype"] = decoupled(config).target.dtype
         file.write_text(json.dumps(data))
         before = copy.deepcopy(config)
-        resolved, lines = settle_auto(config, HERE)
+        resolved, lines = settle(config, HERE)
         assert config == before
-        assert settle_auto(resolved, HERE) == (resolved, [])
+        assert settle(resolved, HERE) == (resolved, [])
         assert resolved.mode is not ModeName.plain and resolved.speculation.window
         assert devices_of(resolved) <= 2 and resolved.target.replicas * resolved.target.max_batch >= 8
         plan, dtype = lines[-2:]
@@ -130,7 +134,7 @@ class TestResolve:
     def test_drafts_that_are_never_right_give_plain_decoding(self, file: Path, data: dict[str, Any]) -> None:
         data["costs"]["ladder"][0]["acceptance"] = 0.0
         file.write_text(json.dumps(data))
-        resolved, lines = settle_auto(auto(file), HERE)
+        resolved, lines = settle(auto(file), HERE)
         assert resolved.mode is ModeName.plain and "plain" in lines[-1]
 
     def test_only_the_asked_modes(self, file: Path) -> None:
@@ -148,7 +152,7 @@ class TestResolve:
     ) -> None:
         overrides = ["cluster.address=auto", "cluster.num_cpus=null", "target.replicas=3"]
         config = auto(file, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
-        assert devices_of(as_decoupled(config, HERE)) == 6
+        assert devices_of(decoupled(config)) == 6
         resolved, _ = plan_config(config, HERE, [ModeName.decoupled])
         assert devices_of(resolved) == 6
 
@@ -173,10 +177,10 @@ class TestResolve:
         assert plan_config(auto(file, "drafters.0.replicas=0"), HERE)[0].drafters[0].replicas > 0
 
     def test_lookups_find_no_more_than_in_that_run(self, file: Path, data: dict[str, Any]) -> None:
-        often = make_plan(as_decoupled(auto(file), HERE), load_costs(file), HERE, [ModeName.coupled]).chosen
+        often = make_plan(decoupled(auto(file)), load_costs(file), HERE, [ModeName.coupled]).chosen
         data["costs"]["supply"] = 0.1
         file.write_text(json.dumps(data))
-        rarely = make_plan(as_decoupled(auto(file), HERE), load_costs(file), HERE, [ModeName.coupled]).chosen
+        rarely = make_plan(decoupled(auto(file)), load_costs(file), HERE, [ModeName.coupled]).chosen
         assert rarely.tokens_per_s < 0.6 * often.tokens_per_s
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:

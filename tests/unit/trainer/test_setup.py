@@ -158,12 +158,11 @@ def test_the_memory_plan(tmp_path: Path) -> None:
     plans, head = {}, f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     for where in ("off", "trainer"):
         config = settled(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
-        plans[where] = [(item.owner, item.what, item.num_bytes) for item in plan_memory(config)]
-    drafting = next(item for item in plans["off"] if item[:2] == ("draft actors", "1 x eagle"))
-    assert 0.5 * 2**30 < drafting[2] < 2**30
-    (learning,) = set(plans["trainer"]) - set(plans["off"])
+        plans[where] = plan_memory(config)
+    assert 0.5 * 2**30 < plans["off"]["draft actors, 1 x eagle"] < 2**30
+    (learning,) = plans["trainer"].keys() - plans["off"].keys()
     # At least the states it learns from: so many positions of three layers of 64 numbers.
-    assert learning[:2] == ("trainer", "learning of eagle") and learning[2] > 8192 * 3 * 64 * 4
+    assert learning == "trainer, learning of eagle" and plans["trainer"][learning] > 8192 * 3 * 64 * 4
     check_memory(config, 16 * 2**30, plan_memory(config), FIXES)
     with pytest.raises(ConfigError, match=r"0.10 GiB(.|\n)*trainer.micro_batch_tokens"):
         check_memory(config, 0.1 * 2**30, plan_memory(config), FIXES)
