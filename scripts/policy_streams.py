@@ -15,7 +15,7 @@ import numpy as np
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.core.clock import SystemClock
+from specactor_ray.core.clock import Clock
 from specactor_ray.core.step_cost import StepCost
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.table.requests import TargetRequest
@@ -69,7 +69,7 @@ def streams(coupled: bool) -> dict[str, Stream]:
     }
 
 
-class VirtualTime(SystemClock):
+class VirtualTime(Clock):
     """Seconds that pass only where the model of costs says so."""
 
     def __init__(self) -> None:

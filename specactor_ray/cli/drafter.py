@@ -79,7 +79,6 @@ def _prepare(
     """The console for progress, and the `DrafterRecipe` of the options and of the settings."""
     if log_level not in LOG_LEVELS:
         raise InputError(f"--log-level: {log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
-    from specactor_ray.config.fields import reject_values_not_allowed
     from specactor_ray.config.load import load_as
     from specactor_ray.distill.card import DrafterRecipe
 
@@ -88,9 +87,7 @@ def _prepare(
             problem = f"is no setting of this command.{did_you_mean(name, SETTINGS)}"
             raise ConfigError(name, problem, f"write KEY=VALUE with one of {', '.join(SETTINGS)}.")
     options = {"target": target, "device": device, "trust_remote_code": trust_remote_code}
-    recipe = load_as(DrafterRecipe, options, settings or ())
-    reject_values_not_allowed(recipe, "")
-    return progress_console(log_level), recipe
+    return progress_console(log_level), load_as(DrafterRecipe, options, settings or ())
 
 
 _CAPTION = (

@@ -64,16 +64,16 @@ def _reject_empty(key: str, value: str) -> None:
         raise ConfigError(key, "is empty.", "name it, or leave the key out for its default.")
 
 
-def reject_values_not_allowed(section: Any, prefix: str, left_out: Collection[str] = ()) -> None:
-    """Raises ConfigError for the first value in a section or its subsections (not in lists) that its field does not
-    allow. Keys begin with `prefix`; fields in `left_out` are not checked."""
+def reject_values_not_allowed(section: Any, prefix: str = "") -> None:
+    """Raises ConfigError for the first value in a section or its subsections that its field does not allow. Keys begin
+    with `prefix`."""
     for one in fields(section):
         key, value, check = prefix + one.name, getattr(section, one.name), one.metadata.get(_CHECK)
-        if one.name in left_out or value is None:
-            continue
-        if is_dataclass(value):
-            reject_values_not_allowed(value, f"{key}.")
-        elif check is not None:
+        sections = enumerate(value) if isinstance(value, list) else ()
+        for place, element in (("", value), *((f".{index}", element) for index, element in sections)):
+            if is_dataclass(element):
+                reject_values_not_allowed(element, f"{key}{place}.")
+        if check is not None and value is not None:
             check(key, value)
 
 

@@ -20,13 +20,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specactor_ray.config.aliases import KEY_OF
 from specactor_ray.config.fields import (
     choices,
     default_of,
     describe,
     field_types,
     list_element,
+    reject_values_not_allowed,
     type_in_words,
     without_none,
 )
@@ -126,7 +126,8 @@ def _read_yaml(path: Path, folder: str = "") -> Tree:
     try:
         container: Any = OmegaConf.load(find_file(path, folder))
     except FileNotFoundError:
-        raise ConfigError(where, "there is no such file.", _similar_files(path, folder)) from None
+        fix = f"name a file, or one shipped with the package: {', '.join(shipped_names(folder))}."
+        raise ConfigError(where, "there is no such file.", fix) from None
     except OSError as error:
         if error.errno is not None:
             raise ConfigError(where, f"cannot be read: {error.strerror}.", "name a YAML file.") from None
@@ -138,12 +139,6 @@ def _read_yaml(path: Path, folder: str = "") -> Tree:
         raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
     tree: Tree = _plain(container)
     return tree
-
-
-def _similar_files(path: Path, folder: str) -> str:
-    others = sorted(file.name for file in path.parent.glob("*.yaml"))[:8]
-    here = f"{path.parent} holds {', '.join(others)}." if others else "check the path; it is relative to this folder."
-    return f"{here} Shipped with the package: {', '.join(shipped_names(folder))}."
 
 
 def yaml_problem(error: Exception) -> str:
@@ -188,8 +183,7 @@ def _loaded(settings: Mapping[str, Any], overrides: Sequence[str], schema: type[
     found, read = resolved(tree, lambda: _merged(_plain(schema()), tree))
     try:
         config = _section(schema, found, "", schema)
-        if isinstance(config, Config):
-            validate(config)
+        validate(config) if isinstance(config, Config) else reject_values_not_allowed(config)
     except ConfigError as error:
         raise without_values(error, tree) from None
     return config, read
@@ -203,7 +197,7 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     key, separator, text = item.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator:
-        raise ConfigError(item, "an override without `=`.", _what_was_meant(item))
+        raise ConfigError(item, "an override without `=`.", "write KEY=VALUE, or --config NAME for a configuration.")
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
     node, slot, annotation = _place(tree, key.split("."), schema)
@@ -212,16 +206,6 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
     node[slot] = _merged(old, value)
-
-
-def _what_was_meant(item: str) -> str:
-    """Advice for an argument that is not `key=value`."""
-    short = clipped_text(item)
-    if item in shipped_names() or item.endswith((".yaml", ".yml")):
-        return f"write --config {short}."
-    if item.endswith((".jsonl", ".json", ".txt", ".parquet")):
-        return f"write data.path={short}."
-    return f"write {short}=VALUE, or {short}=null to unset it."
 
 
 def _override_value(key: str, text: str) -> Any:
@@ -344,7 +328,5 @@ _TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": Fal
 def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
-    if not elsewhere and schema is Config and (key := KEY_OF.get(name)) is not None:
-        elsewhere = [key]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)
     return ConfigError(prefix + name, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")

@@ -19,13 +19,13 @@ from specactor_ray.config.schema import (
     RaceName,
     TargetConfig,
 )
-from specactor_ray.config.training_schema import AlgorithmName, RewardConfig, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
 """Key, problem and fix."""
 _TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
-"""Sections that `validate_training` checks."""
+"""Sections that a rollout does not use."""
 _SMALLEST_SHARE = 0.01
 """Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
 
@@ -49,55 +49,35 @@ SET_BY_KEYS = {
     "spec_tokens": "speculation.window",
 }
 """Argument of vLLM's engine → the key that sets it."""
-_PROCESSES = "one process per verifier drives the engine and commits its tokens"
-_LOGITS = "every token is sampled from the model's own logits, by keyed noise"
-REFUSED = {
-    "worker_cls": "keyed sampling runs in a worker of its own",
-    "worker_extension_cls": "keyed sampling runs in a worker of its own",
-    "additional_config": "it carries the settings of keyed sampling",
-    "async_scheduling": "a step is planned with the tokens of the step before",
-    "distributed_executor_backend": _PROCESSES,
-    "pipeline_parallel_size": _PROCESSES,
-    "data_parallel_size": _PROCESSES,
-    "logits_processors": _LOGITS,
-    "watermark": _LOGITS,
-    "watermark_config": _LOGITS,
-    "scheduler_cls": "drafts enter through vLLM's own scheduler",
-    "enable_lora": "a verifier has one version of the weights",
-    "enable_prefix_caching": "it is on: the samples of a prompt share its cache",
-    "enable_chunked_prefill": "long prompts are read beside steps that decode",
-    "skip_tokenizer_init": "prompts arrive as token ids",
-    "enable_sleep_mode": "`Rollout.sleep` needs it on GPUs, and CPUs have none",
-    "generation_config": "`sampling` holds how tokens are chosen",
-}
-"""Argument of vLLM's engine → reason why it cannot be set."""
+REFUSED = (
+    *("worker_cls", "worker_extension_cls", "additional_config", "async_scheduling", "distributed_executor_backend"),
+    *("pipeline_parallel_size", "data_parallel_size", "logits_processors", "watermark", "watermark_config"),
+    *("scheduler_cls", "enable_lora", "enable_prefix_caching", "enable_chunked_prefill", "skip_tokenizer_init"),
+    *("enable_sleep_mode", "generation_config"),
+)
+"""Arguments of vLLM's engine that keyed sampling or the verifier's loop sets, or does not support."""
 INVARIANT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 """vLLM's attention kernels that do not depend on the batch in its batch-invariant mode."""
 
 
 def validate(config: Config) -> None:
     """Check a configuration of the right types. ConfigError: the first problem found, with its key and the fix."""
-    reject_values_not_allowed(config, "", left_out=_TRAINING_SECTIONS)
+    reject_values_not_allowed(config)
+    for index, drafter in enumerate(config.drafters):
+        key = f"drafters.{index}"
+        if not is_named(drafter.method):  # else a user's class, imported where it drafts
+            reject_unlisted(f"{key}.method", drafter.method, (*BUILT_IN, "package.module:Class"))
+        if drafter.method in BUILT_IN:
+            reject_keys_against_traits(drafter, key, BUILT_IN[drafter.method].traits)
     target = config.target
     for problems in (
         _of_run_and_cluster(config.run.name, config.cluster),
         _of_target(target),
         _of_engine_arguments(target),
         _of_drafting(config),
+        *(_of_drafter(drafter, f"drafters.{index}") for index, drafter in enumerate(config.drafters)),
     ):
         _raise_first(problems)
-    for index, drafter in enumerate(config.drafters):
-        validate_drafter(drafter, f"drafters.{index}")
-
-
-def validate_drafter(drafter: DrafterConfig, key: str) -> None:
-    """Check the section of a draft method at `key`. Raises as `validate`."""
-    if not is_named(drafter.method):  # else a user's class, imported where it drafts
-        reject_unlisted(f"{key}.method", drafter.method, (*BUILT_IN, "package.module:Class"))
-    reject_values_not_allowed(drafter, f"{key}.")
-    if drafter.method in BUILT_IN:
-        reject_keys_against_traits(drafter, key, BUILT_IN[drafter.method].traits)
-    _raise_first(_of_drafter(drafter, key))
 
 
 NO_TASKS: Problem = (
@@ -108,18 +88,8 @@ NO_TASKS: Problem = (
 
 
 def validate_training(config: Config) -> None:
-    """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
-    for name in _TRAINING_SECTIONS:
-        reject_values_not_allowed(getattr(config, name), f"{name}.")
-    validate_rewards(config.reward)
+    """Check the relations that a rollout does not need. Raises as `validate`."""
     _raise_first(_of_training(config))
-
-
-def validate_rewards(rewards: RewardConfig) -> None:
-    """Check the section `reward`, which rollouts use, too. Raises as `validate`."""
-    reject_values_not_allowed(rewards, "reward.")
-    for index, function in enumerate(rewards.functions):
-        reject_values_not_allowed(function, f"reward.functions.{index}.")
 
 
 def unused_by_rollouts(config: Config, scores: bool = False) -> list[str]:
@@ -210,7 +180,7 @@ def _of_engine_arguments(target: TargetConfig) -> Iterator[Problem]:
         if name in SET_BY_KEYS:
             yield key, "another key sets it.", f"use {SET_BY_KEYS[name]}."
         if name in REFUSED:
-            yield key, f"it cannot be set: {REFUSED[name]}.", "leave it out."
+            yield key, "keyed sampling or the verifier's loop sets it, or does not support it.", "leave it out."
 
 
 def _half_precision(key: str, dtype: str, host: str, gpus: int) -> Iterator[Problem]:

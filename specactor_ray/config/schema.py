@@ -165,7 +165,7 @@ class TargetConfig:
     set it; set it for a server that a trainer updates."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     """For `vllm`: further arguments of its engine (`EngineArgs`), such as {kv_cache_dtype: fp8}. Arguments that other
-    keys set, and those that keyed sampling does not support, are refused with the reason."""
+    keys set, and those that keyed sampling does not support, are refused."""
     record_margins: bool = False
     """Record the distance of the second-best token, to distinguish near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)

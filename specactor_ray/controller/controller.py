@@ -25,7 +25,7 @@ from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, new_r
 from specactor_ray.config.methods import draft_actors, drafter_specs, scale_refusal
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.fleet import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Fleet
-from specactor_ray.controller.members import ActorClasses, next_view
+from specactor_ray.controller.members import next_view
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.controller.sync import PeerSync, WeightSync
 from specactor_ray.core.clock import Clock, Thread
@@ -71,7 +71,7 @@ class Controller:
 
     Args:
         config, run: The whole configuration, and the name of the run.
-        classes: Classes of verifiers and draft actors; default: those of `specactor_ray.actors`.
+        classes: Classes of verifiers and of draft actors; default: those of `specactor_ray.actors`.
         limits: Limits of replacements; default: from `config.cluster`.
         backend: The cluster; default: the Ray cluster this process is connected to.
     """
@@ -80,7 +80,7 @@ class Controller:
         self,
         config: Config,
         run: str,
-        classes: ActorClasses | None = None,
+        classes: tuple[type, type] | None = None,
         limits: ReplacementLimits | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -91,7 +91,8 @@ class Controller:
         self._clock = self._backend.calls.clock
         self._drafters = drafter_specs(config)
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
-        limits = limits or ReplacementLimits.from_config(config.cluster)
+        cluster = config.cluster
+        limits = limits or ReplacementLimits(cluster.health_timeout_s, cluster.stall_timeout_s, cluster.start_timeout_s)
         self._fleet = Fleet(config, run, self._backend, limits, classes)
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
@@ -250,7 +251,7 @@ class Controller:
 
 def start_controller(
     config: Config,
-    classes: ActorClasses | None = None,
+    classes: tuple[type, type] | None = None,
     limits: ReplacementLimits | None = None,
     held: contextlib.ExitStack | None = None,
 ) -> tuple[Any, str]:

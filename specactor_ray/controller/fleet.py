@@ -11,7 +11,7 @@ from specactor_ray.cluster.backend import Backend, can_ever_fit
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.config.methods import drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import ActorClasses, Member, default_classes, stop_in_order
+from specactor_ray.controller.members import Member, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
     FailureRecord,
@@ -48,7 +48,7 @@ class Fleet:
         run: str,
         backend: Backend,
         limits: ReplacementLimits,
-        classes: ActorClasses | None,
+        classes: tuple[type, type] | None,
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
         self._classes = classes
@@ -164,8 +164,11 @@ class Fleet:
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
-        self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
-        cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
+        if self._classes is None:
+            from specactor_ray.actors.loops import DraftActor, VerifierActor  # torch: seconds, after the first status
+
+            self._classes = VerifierActor, DraftActor
+        cls = self._classes[member.key != VERIFIER]
         spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.gang.group, seat.bundle, seat.demand)

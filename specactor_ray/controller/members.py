@@ -37,21 +37,6 @@ _STOP_POLL_S = 0.1
 _FAILURE_OF = {"__ray_call__": "did not come up", "start": "did not start", "ping": "failed its health check"}
 
 
-@dataclass(frozen=True)
-class ActorClasses:
-    """The plain classes of the actors."""
-
-    verifier: type
-    draft: type
-
-
-def default_classes() -> ActorClasses:
-    """Those of `specactor_ray.actors`. They load torch, so they are imported only where they are needed."""
-    from specactor_ray.actors.loops import DraftActor, VerifierActor
-
-    return ActorClasses(VerifierActor, DraftActor)
-
-
 class Channel:
     """Updates of an actor by versions: one call at a time, polled, not waited for, and at most `attempts` for each.
     `acked`: version that the actor has; `error`: that of the last call, None after a success."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import SpecActorError
 
 _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
@@ -68,14 +67,6 @@ class ReplacementLimits:
     backoff_max_s: float = 60.0
     max_start_failures: int = 4
     """Failed starts in a row after which a draft method is given up; verifiers are never given up."""
-
-    @classmethod
-    def from_config(cls, cluster: ClusterConfig) -> ReplacementLimits:
-        return cls(
-            health_timeout_s=cluster.health_timeout_s,
-            stall_timeout_s=cluster.stall_timeout_s,
-            start_timeout_s=cluster.start_timeout_s,
-        )
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Phase
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.cluster.calls import Call
 from specactor_ray.config.methods import inline_drafters, online_drafter
 from specactor_ray.config.schema import Config
@@ -25,8 +25,6 @@ from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 
-I = TypeVar("I", bound=Hashable)  # noqa: E741
-P = TypeVar("P", bound=Hashable)
 Service = frozenset[tuple[str, int]]
 """Pairs of a draft actor and a group that it serves."""
 _PEERS_TIMEOUT_S = 30.0
@@ -34,43 +32,12 @@ _MOST_FAILED, _MOST_LOST = 2, 4
 """Verifiers that fail to load a version, and that each seat loses meanwhile, before the version is given up."""
 
 
-def assign_drafters(
-    drafters: Mapping[str, int | None], groups: Collection[int], before: Service = frozenset()
-) -> Service:
-    """Assign the draft actors of one method to the groups with verifiers. `drafters`: each with the group in whose
-    placement group it is, None for another. `before`: the last result.
-
-    Each draft actor serves one group, or each group is served by one draft actor, whichever are more. They are spread
-    evenly with as few changes as possible; where there is a choice, a draft actor serves the group near it.
-    """
-    near = {drafter: group for drafter, group in sorted(drafters.items()) if group is not None}
-    groups = sorted(groups)
-    if len(drafters) >= len(groups):
-        return frozenset(_spread(sorted(drafters), groups, dict(sorted(before)), near).items())
-    served = {group: drafter for drafter, group in sorted(before)}
-    served = _spread(groups, sorted(drafters), served, {group: drafter for drafter, group in near.items()})
-    return frozenset((drafter, group) for group, drafter in served.items())
-
-
-def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P], home: Mapping[I, P]) -> dict[I, P]:
-    """Item → place, evenly: its home, else its former place, unless that would have two items more than another."""
-    if not places:
-        return {}
-    at = {item: wanted[item] for wanted in (before, home) for item in items if wanted.get(item) in places}
-    load = Counter(dict.fromkeys(places, 0))
-    load.update(at.values())
-    for item in items:
-        if item not in at:
-            at[item] = min(load, key=load.__getitem__)
-            load[at[item]] += 1
-    while True:
-        fullest, emptiest = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
-        if load[fullest] - load[emptiest] < 2:
-            return at
-        leaves = {item: (before.get(item) != emptiest, home.get(item) == fullest) for item in at if at[item] == fullest}
-        at[min(leaves, key=leaves.__getitem__)] = emptiest
-        load[fullest] -= 1
-        load[emptiest] += 1
+def assign_drafters(homes: Mapping[str, int], groups: int) -> Service:
+    """Assign the ready draft actors of one method, each with its home, to the groups of verifiers. Each serves its
+    home, and other groups are shared out over all. So a loss, and the return to the seat, moves none from its home."""
+    served = set(homes.items())
+    names, others = sorted(homes), set(range(groups)) - set(homes.values())
+    return frozenset(served | {(names[group % len(names)], group) for group in others if names})
 
 
 class PeerSync:
@@ -78,6 +45,7 @@ class PeerSync:
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.target.replicas
+        self._groups = group_of(self._replicas - 1, self._replicas) + 1
         self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = 0
         self._served: dict[str, Service] = {}
@@ -90,8 +58,12 @@ class PeerSync:
         group = {m.actor_id: group_of(m.seat.index, self._replicas) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
-            gang = {m.actor_id: m.seat.gang.number for m in members}
-            self._assign(view.drafters, {group[name] for name in view.verifiers}, gang)
+            homes = defaultdict[str, dict[str, int]](dict)
+            for member in members:
+                if member.actor_id in peers[1]:
+                    gang = member.seat.gang.number
+                    homes[member.key][member.actor_id] = member.seat.index % self._groups if gang is None else gang
+            self._served = {method: assign_drafters(found, self._groups) for method, found in homes.items()}
         for member in members:
             if member.phase is Phase.READY:
                 send = functools.partial(self._send, member, view, group)
@@ -106,17 +78,6 @@ class PeerSync:
             method, served = "set_verifiers", self._served.get(member.key, ())
             peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
         return member.call(method, self._version, peers, deadline_s=_PEERS_TIMEOUT_S)
-
-    def _assign(
-        self, endpoints: Sequence[DraftEndpoint], groups: Collection[int], gang: Mapping[str, int | None]
-    ) -> None:
-        of_method: dict[str, dict[str, int | None]] = {}
-        for one in endpoints:
-            of_method.setdefault(one.drafter.method, {})[one.actor_id] = gang[one.actor_id]
-        self._served = {
-            method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
-            for method, drafters in of_method.items()
-        }
 
 
 class Trials:

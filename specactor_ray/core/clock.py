@@ -14,67 +14,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Event(Protocol):
-    """A flag that threads wait for; the interface of `threading.Event`."""
-
-    def set(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set, at most `timeout` seconds. Returns whether it is set."""
-
-
-class Condition(Protocol):
-    """A lock with a wait; the part of `threading.Condition` that is used here. A holder of the lock must not wait for
-    anything else."""
-
-    def __enter__(self) -> bool: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def notify_all(self) -> None: ...
-
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Release the lock and wait until the predicate holds, at most `timeout` seconds. Returns the predicate."""
-
-
-class Thread(Protocol):
-    """A thread that was started; the part of `threading.Thread` that is used here."""
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-
-class Clock(Protocol):
-    """Source of time and threads."""
-
-    def now(self) -> float:
-        """Monotonic seconds; only differences have a meaning."""
-
-    def sleep(self, seconds: float) -> None: ...
-
-    def event(self) -> Event: ...
-
-    def condition(self) -> Condition: ...
-
-    def spawn(self, target: Callable[[], None], name: str) -> Thread:
-        """Start a daemon thread."""
-
-    def result(self, future: Future[T], timeout_s: float) -> T:
-        """Result of a future after at most `timeout_s` seconds. Raises TimeoutError, or the exception of the future."""
-
+Thread = threading.Thread
 
 _WAKE_S = 1.0
 """Longest uninterrupted wait. Python runs a signal handler when the main thread runs next: a wait without a limit does
@@ -99,24 +44,32 @@ def _wait_in_slices(wait: Callable[[float], bool], timeout: float | None) -> boo
     return True
 
 
-class SystemClock:
-    """The time and the threads of this machine. Signals interrupt each wait within a second, as in Ray."""
+class Clock:
+    """Source of time and threads: those of this machine. Signals interrupt each wait within a second, as in Ray."""
 
-    now = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
+    def now(self) -> float:
+        """Monotonic seconds; only differences have a meaning."""
+        return time.monotonic()
 
-    def event(self) -> Event:
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def event(self) -> threading.Event:
         return _Event()
 
-    def condition(self) -> Condition:
+    def condition(self) -> threading.Condition:
+        """A lock with a wait. A holder of the lock must not wait for anything else."""
         return _Condition()
 
     def spawn(self, target: Callable[[], None], name: str) -> Thread:
-        thread = threading.Thread(target=target, name=name, daemon=True)
+        """Start a daemon thread."""
+        thread = Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
     def result(self, future: Future[T], timeout_s: float) -> T:
+        """Result of a future after at most `timeout_s` seconds. Raises TimeoutError, or the exception of the future."""
+
         def is_done(timeout: float) -> bool:
             return bool(wait([future], timeout).done)
 
@@ -125,7 +78,7 @@ class SystemClock:
         return future.result(0.0)
 
 
-SYSTEM: Clock = SystemClock()
+SYSTEM = Clock()
 
 
 IDLE_WAIT_S = 0.5

@@ -10,14 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.cluster.backend import Demand, GroupFacts, NodeSupply, ProcessFacts
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
-from specactor_ray.controller.members import ActorClasses
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.operations import ask
@@ -250,5 +248,4 @@ class VirtualRun:
 
     def _make_controller(self, actor: VirtualActor) -> Controller:
         self.backend = VirtualBackend(self.network, self.machines, actor, self.make_host, self._suffixes)
-        classes = ActorClasses(VerifierActor, DraftActor)
-        return Controller(self.config, "sim", classes, backend=self.backend)
+        return Controller(self.config, "sim", backend=self.backend)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from specactor_ray.config.fields import at_least, not_empty, positive, reject_values_not_allowed
+from specactor_ray.config.fields import at_least, not_empty, positive
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.core.errors import ConfigError, did_you_mean
@@ -294,7 +294,6 @@ def _checked(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
     """A file, or the section of it with this prefix of its keys. Errors begin with the path."""
     try:
         section = load_as(schema, source)
-        reject_values_not_allowed(section, "")
     except ConfigError as error:
         key = error.key if error.key == str(path) else f"{path}: {prefix}{error.key}".rstrip(".")
         raise ConfigError(key, error.problem, error.fix) from None

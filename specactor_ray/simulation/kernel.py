@@ -19,6 +19,8 @@ from zlib import crc32
 
 from greenlet import getcurrent, greenlet
 
+from specactor_ray.core.clock import Clock
+
 T = TypeVar("T")
 
 _MAX_EVENTS_AT_ONCE = 500_000
@@ -234,7 +236,7 @@ class Kernel:
         self.digest = crc32(_STAMP(self.now, label), self.digest)
 
 
-class VirtualClock:
+class VirtualClock(Clock):
     """The `Clock` of a simulated process."""
 
     def __init__(self, kernel: Kernel, process: Process) -> None:
@@ -256,13 +258,13 @@ class VirtualClock:
         """Be busy for the time that this work takes at the process's speed."""
         self.sleep(seconds * self.process.slowness)
 
-    def event(self) -> VirtualEvent:
+    def event(self) -> Any:
         return VirtualEvent(self.kernel)
 
-    def condition(self) -> VirtualCondition:
+    def condition(self) -> Any:
         return VirtualCondition(self.kernel)
 
-    def spawn(self, target: Callable[[], None], name: str) -> Fiber:
+    def spawn(self, target: Callable[[], None], name: str) -> Any:
         return self.kernel.spawn(target, name, self.process)
 
     def result(self, future: Future[T], timeout_s: float) -> T:

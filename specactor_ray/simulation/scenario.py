@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.fields import at_least, limited, positive, reject_values_not_allowed
+from specactor_ray.config.fields import at_least, limited, positive
 from specactor_ray.config.load import load_as
 from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.rules import validate
@@ -186,9 +186,6 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
 
 def _check(scenario: ScenarioConfig) -> None:
-    reject_values_not_allowed(scenario, "", left_out=("config",))
-    for index, skill in enumerate(scenario.skills):
-        reject_values_not_allowed(skill, f"skills.{index}.")
     machines = scenario.machines
     try:
         validate(scenario.config)

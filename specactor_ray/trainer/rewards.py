@@ -18,7 +18,6 @@ from typing import Any
 
 from specactor_ray.config.fields import reject_unlisted
 from specactor_ray.config.methods import import_named
-from specactor_ray.config.rules import validate_rewards
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
@@ -239,7 +238,6 @@ def row_scorer(config: Config) -> Iterator[RolloutScorer | None]:
     if not config.reward.functions:
         yield None
         return
-    validate_rewards(config.reward)
     Scorer(config.reward)
     with WorkerPool(reward_work(config.reward), config.reward.workers) as pool:
         yield RolloutScorer(config, pool)

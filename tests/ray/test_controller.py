@@ -24,7 +24,6 @@ from specactor_ray.cluster.names import CONTROLLER
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller import seating
 from specactor_ray.controller.controller import Controller, start_controller
-from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError
@@ -36,7 +35,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 120.0
-FAKES = ActorClasses(FakeVerifier, FakeDrafter)
+FAKES = (FakeVerifier, FakeDrafter)
 QUICK = ReplacementLimits(health_timeout_s=60.0, start_timeout_s=120.0, backoff_s=0.2, max_start_failures=2)
 
 
@@ -281,14 +280,13 @@ DRIVER = """
 import sys, time
 import tests.fakes.actors as fake_actors
 from specactor_ray.cluster.connection import connect
-from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
 config.drafters = [DrafterConfig(hosted=False)]
 with connect(config.cluster):
-    handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
+    handle, run = start_controller(config, (fake_actors.FakeVerifier, fake_actors.FakeDrafter))
     rows = ray.get(handle.status.remote())
     print("PIDS", *[row["pid"] for row in rows], flush=True)
     time.sleep(600)

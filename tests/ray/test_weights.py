@@ -24,7 +24,6 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import start_controller
-from specactor_ray.controller.members import ActorClasses
 from specactor_ray.core.errors import InputError, WeightsError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.loading import load_model, load_tokenizer
@@ -166,7 +165,7 @@ def test_outputs_are_those_of_the_new_checkpoint_of_a_tied_model(tmp_path: Path)
 
 def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts of this process start verifiers with an engine that drops a tensor."""
-    actors = ActorClasses(DroppingVerifier, DraftActor)
+    actors = (DroppingVerifier, DraftActor)
     monkeypatch.setattr(
         rollout_module, "start_controller", lambda config, held: start_controller(config, actors, held=held)
     )

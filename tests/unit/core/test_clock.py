@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.core.clock import SYSTEM, SystemClock
+from specactor_ray.core.clock import SYSTEM, Clock
 
 PACKAGE = Path(__file__).parents[3] / "specactor_ray"
 CLOCKED = (
@@ -40,7 +40,7 @@ def test_time_comes_from_the_clock() -> None:
     assert not found, "take time, events and threads from a Clock (core/clock.py)"
 
 
-def wait_for_condition(clock: SystemClock) -> None:
+def wait_for_condition(clock: Clock) -> None:
     with (condition := clock.condition()):
         condition.wait_for(lambda: False)
 
@@ -54,7 +54,7 @@ def wait_for_condition(clock: SystemClock) -> None:
         lambda clock: clock.result(Future[None](), float("inf")),
     ],
 )
-def test_a_signal_that_another_thread_receives_interrupts_a_wait(wait: Callable[[SystemClock], object]) -> None:
+def test_a_signal_that_another_thread_receives_interrupts_a_wait(wait: Callable[[Clock], object]) -> None:
     """As one that arrives between the look for signals and the wait."""
 
     def interrupt() -> None:
@@ -62,7 +62,7 @@ def test_a_signal_that_another_thread_receives_interrupts_a_wait(wait: Callable[
 
     def interrupted_wait() -> None:
         timer.start()
-        wait(SystemClock())
+        wait(Clock())
 
     timer = threading.Timer(0.1, interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -71,7 +71,7 @@ def test_bad_variants_are_refused(tmp_path: Path, variants: str, name: str, mess
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_scenario(tmp_path)
-    with pytest.raises(ConfigError, match=r"no such file.*holds scenario\.yaml"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_scenario(tmp_path / "scenrio.yaml")
 
 
