@@ -400,7 +400,7 @@ def test_the_ladder_of_the_verifier_that_has_seen_most() -> None:
 @pytest.mark.parametrize(
     ("drafters", "problem"),
     [
-        (2, "^drafters: "),
+        (2, "^drafters.0.cores: "),
         (1, r"bench\.json"),
     ],
 )
