@@ -12,11 +12,11 @@ from rich.console import Console
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
+from specactor_ray.core.files import parse_json, read_foreign, write_json
 from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
-from specactor_ray.distill.card import CARD_FILE, DrafterRecipe, read_card
+from specactor_ray.distill.card import CARD_FILE, DrafterRecipe
 from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, TokenIds, claim_folder, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
 from specactor_ray.distill.evaluation import measure
@@ -59,10 +59,9 @@ def train_drafter(
     work = output / WORK_FOLDER
     facts = {**recipe.training_facts(), "prompts": prompts.digest()}
     claim_folder(output, work / RECIPE_FILE, facts, "drafter")
-    done = read_card(output)
-    if done is not None:
+    if (output / CARD_FILE).is_file():
         say(console, f"{output} was finished before; nothing was done")
-        return list(done["acceptance"])
+        return list(parse_json(read_foreign(output / CARD_FILE))["acceptance"])
     lease = RunLease(work, "--output")
     with sigterm_interrupts():
         try:
@@ -87,18 +86,18 @@ def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoo
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
 
         def show(loss: float) -> None:
-            progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}")
+            progress.update(loop.fraction, f"step {loop.step}, loss {loss:.3f}")
 
         loop = TrainLoop(trainer, recipe, records, work, show)
         if loop.resume():
-            say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
+            say(console, f"going on from step {loop.step} ({loop.seconds:.0f} s)")
         loop.run()
     return loop
 
 
 def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
     """Save the drafter, measure it, and only then write `drafter.json`, which marks it as complete."""
-    recipe, state, head = corpus.recipe, loop.state, loop.trainer.head
+    recipe, head = corpus.recipe, loop.trainer.head
     save_head(head, output)
     load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code).save_pretrained(output)
     drafter = DrafterConfig(method=METHOD, model=str(output), trust_remote_code=recipe.trust_remote_code)
@@ -110,9 +109,9 @@ def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> 
         "parameters_trained": sum(weight.numel() for weight in head.parameters() if weight.requires_grad),
         "corpus_tokens": sum(len(record.output_token_ids) for record in corpus.records[TRAIN]),
         "held_out_rollouts": len(corpus.records[HELD_OUT]),
-        "steps": state.step,
-        "tokens": state.tokens,
-        "seconds": state.seconds,
+        "steps": loop.step,
+        "tokens": loop.tokens,
+        "seconds": loop.seconds,
         "hardware": hardware(),
         "versions": versions(),
     }
@@ -120,7 +119,7 @@ def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> 
     card = {"method": METHOD, "target": target, "training": training, "acceptance": rows}
     write_json(output / CARD_FILE, card)
     (output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
-    say(console, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
+    say(console, f"{loop.step} steps, {loop.tokens:,} tokens in {loop.seconds:.0f} s")
     return rows
 
 

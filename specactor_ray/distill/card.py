@@ -1,15 +1,12 @@
-"""Settings of a drafter's training, and `drafter.json`, beside a trained drafter: method, target, acceptance."""
+"""Settings of a drafter's training. `drafter.json`, beside a trained drafter, has them with target and acceptance."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.fields import at_least, limited, one_of, positive
 from specactor_ray.config.schema import DTYPES
-from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import parse_json, read_foreign
 
 CARD_FILE = "drafter.json"
 _CHANGES_ROLLOUTS = ("temperature", "samples", "max_tokens", "seed", "chat")
@@ -62,18 +59,3 @@ class DrafterRecipe:
     def training_facts(self) -> dict[str, Any]:
         """The settings that determine the drafter."""
         return {name: value for name, value in asdict(self).items() if name not in _CHANGES_NOTHING}
-
-
-def read_card(folder: Path) -> dict[str, Any] | None:
-    """Content of `drafter.json`; None if there is none, as in a folder that was not made by this package. Raises
-    InputError if it cannot be read."""
-    path = folder / CARD_FILE
-    if not path.is_file():
-        return None
-    try:
-        card = parse_json(read_foreign(path))
-        return {**card, "method": str(card["method"]), "acceptance": list(card["acceptance"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} cannot be read ({error!r}). Fix: train the drafter again, or remove the file"
-        ) from None

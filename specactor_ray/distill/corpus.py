@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
@@ -46,8 +48,8 @@ class CorpusRecord:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    source: Path | np.ndarray | None = field(default=None, compare=False, repr=False)
-    """File with its hidden states, or the states themselves as the engine exported them."""
+    path: Path = field(compare=False)
+    """File with the output and its hidden states."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,55 +57,35 @@ class CorpusRecord:
 
     def states(self) -> np.ndarray:
         """`(tokens - 1, width)`: hidden states of the target, row i of position i, including the prompt."""
-        if isinstance(self.source, np.ndarray):
-            return self.source
-        assert self.source is not None  # recorded without states
-        from safetensors import safe_open
-
-        with safe_open(self.source, framework="pt") as file:
+        with safe_open(self.path, framework="pt") as file:
             states: np.ndarray = file.get_tensor("states").float().numpy()
         return states
 
 
 class RecordStore:
     """Rollouts of some requests: a safetensors file each, complete or absent, in a folder that is created with the
-    first one; without a folder, in memory. A file holds the output, and the target's hidden states if they were
-    recorded; states stay on disk until they are read. Raises InputError for a file that cannot be read."""
+    first one. A file holds the output and the target's hidden states, which stay on disk until they are read."""
 
-    def __init__(self, requests: Sequence[TargetRequest], folder: Path | None = None, part: str = "") -> None:
-        from safetensors import SafetensorError, safe_open
-
+    def __init__(self, requests: Sequence[TargetRequest], folder: Path, part: str) -> None:
         self.requests, self._folder, self._part = requests, folder, part
         self.known: dict[int, CorpusRecord] = {}
         """Index of the request → record."""
-        for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    index, source = int(path.stem.rpartition("-")[2]), path if "states" in file.keys() else None  # noqa: SIM118
-                    self._keep(index, file.get_tensor("output").tolist(), source)
-            except (SafetensorError, OSError, ValueError) as error:
-                raise InputError(f"{path} is damaged ({error}). Fix: remove it; its rollout is made again") from None
+        for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._keep(int(path.stem.rpartition("-")[2]), file.get_tensor("output").tolist(), path)
 
     @property
     def num_tokens(self) -> int:
         """Number of recorded output tokens."""
         return sum(len(record.output_token_ids) for record in self.known.values())
 
-    def add(self, index: int, output: Sequence[int], states: np.ndarray | None) -> None:
+    def add(self, index: int, output: Sequence[int], states: np.ndarray) -> None:
         """Add a record, and write it. Raises OSError."""
-        if self._folder is None:
-            self._keep(index, output, states)
-            return
-        from safetensors.torch import save_file
-
         self._folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"output": torch.tensor(output, dtype=torch.int32)}
-        if states is not None:
-            tensors["states"] = _as_stored(states)
         path = self._folder / f"{self._part}-{index:06d}.safetensors"
         with replacing(path, path.with_suffix(".partial")) as partial:
-            save_file(tensors, partial)
-        self._keep(index, output, path if states is not None else None)
+            save_file({"output": torch.tensor(output, dtype=torch.int32), "states": _as_stored(states)}, partial)
+        self._keep(index, output, path)
 
     def beginning(self, token_budget: int | None) -> list[CorpusRecord]:
         """Records of the first requests, as many as fill the budget of output tokens (None: all); failed requests are
@@ -116,9 +98,9 @@ class RecordStore:
             tokens += len(found[-1].output_token_ids)
         return found
 
-    def _keep(self, index: int, output: Sequence[int], source: Path | np.ndarray | None) -> None:
+    def _keep(self, index: int, output: Sequence[int], path: Path) -> None:
         request = self.requests[index]
-        self.known[index] = CorpusRecord(index, request.prompt_token_ids, tuple(output), request.sampling, source)
+        self.known[index] = CorpusRecord(index, request.prompt_token_ids, tuple(output), request.sampling, path)
 
 
 @dataclass(slots=True)
@@ -139,8 +121,8 @@ def collect(
     and return the records that fill it. Existing records are not made again, and the result does not depend on the
     point of an interruption.
 
-    The engine must be a fresh one; at most `max_open` requests are in it, and hidden states that it exports are
-    recorded too. `on_progress` is called with the number of output tokens so far.
+    The engine must be a fresh one that exports hidden states; at most `max_open` requests are in it. `on_progress` is
+    called with the number of output tokens so far.
     """
     have = store.num_tokens
     waiting = deque(index for index in range(len(store.requests)) if index not in store.known)
@@ -166,7 +148,8 @@ def collect(
 
 def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
     """Record the requests that have ended; returns the number of their output tokens."""
-    for row, _, states in result.states.split() if result.states is not None else ():
+    assert result.states is not None  # the engine exports them
+    for row, _, states in result.states.split():
         running[row].states.append(to_wire(states))
     ended = 0
     for row, tokens, finish in result.outputs():
@@ -179,7 +162,7 @@ def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) 
             logger.warning("rollout %d failed and is left out: %s", entry.index, result.errors[row])
             continue
         ended += len(entry.tokens)
-        store.add(entry.index, entry.tokens, np.concatenate(entry.states) if entry.states else None)
+        store.add(entry.index, entry.tokens, np.concatenate(entry.states))
     return ended
 
 
@@ -311,10 +294,7 @@ def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> 
     """Create a folder and record the facts that determine its content in a file `note` inside, or check those of an
     existing one. Raises InputError if it has other facts, holds other files, or cannot be written to."""
     if note.is_file():
-        try:
-            there, wanted = dict(parse_json(read_foreign(note))), json.loads(json.dumps(facts))
-        except (OSError, ValueError, TypeError) as error:
-            raise InputError(f"{note} cannot be read ({error}). Fix: name another folder") from None
+        there, wanted = dict(parse_json(read_foreign(note))), json.loads(json.dumps(facts))
         differing = [
             f"{key} {there.get(key)!r} there, {wanted.get(key)!r} wanted"
             for key in sorted({*there, *wanted})

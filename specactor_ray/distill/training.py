@@ -16,7 +16,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +114,15 @@ def head_for(model: Any, recipe: DrafterRecipe, records: Sequence[CorpusRecord])
         return new_head(model, recipe.target, counts, recipe.draft_vocab).to(recipe.device)
 
 
-@dataclass(slots=True)
-class LoopState:
-    """State of training between two steps."""
-
-    step: int = 0
-    seconds: float = 0.0
-    """Seconds of training so far."""
-    tokens: int = 0
-    """Number of output tokens trained on so far, including repetitions."""
-
-
 class TrainLoop:
     """Trains a head on recorded rollouts, with a checkpoint from time to time. `on_progress` is called after every step
-    with its loss."""
+    with its loss.
+
+    Attributes:
+        step: Number of finished steps.
+        seconds: Seconds of training so far.
+        tokens: Number of output tokens trained on so far, including repetitions.
+    """
 
     def __init__(
         self,
@@ -137,7 +132,7 @@ class TrainLoop:
         folder: Path,
         on_progress: Callable[[float], None],
     ) -> None:
-        self.trainer, self.state = trainer, LoopState()
+        self.trainer, self.step, self.seconds, self.tokens = trainer, 0, 0.0, 0
         self._recipe, self._records = recipe, records
         self._path, self._show = folder / CHECKPOINT_FILE, on_progress
         batches = cut_by_tokens([record.num_tokens for record in records], recipe.batch_tokens)
@@ -158,7 +153,7 @@ class TrainLoop:
                 raise ValueError("it holds the weights of another head")
             self.trainer.head.load_state_dict(saved["head"], strict=False)
             self.trainer.optimizer.load_state_dict(saved["optimizer"])
-            self.state = LoopState(**saved["state"])
+            self.step, self.seconds, self.tokens = (saved["state"][name] for name in ("step", "seconds", "tokens"))
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(
@@ -168,16 +163,16 @@ class TrainLoop:
 
     def run(self) -> None:
         """Train for `epochs` passes; an interruption, which has effect between two steps, saves a checkpoint."""
-        state, saved_at = self.state, self.state.seconds
-        begin = time.monotonic() - state.seconds
+        saved_at = self.seconds
+        begin = time.monotonic() - saved_at
         try:
-            for batch in self._plan[state.step :]:
+            for batch in self._plan[self.step :]:
                 with signals_deferred():
                     self._step(batch)
-                    state.seconds = time.monotonic() - begin
-                if state.seconds - saved_at >= _CHECKPOINT_S:
+                    self.seconds = time.monotonic() - begin
+                if self.seconds - saved_at >= _CHECKPOINT_S:
                     self.save()
-                    saved_at = state.seconds
+                    saved_at = self.seconds
         except KeyboardInterrupt:
             self.save()
             raise
@@ -186,24 +181,25 @@ class TrainLoop:
     @property
     def fraction(self) -> float:
         """Share of the finished steps, 0 to 1."""
-        return self.state.step / len(self._plan)
+        return self.step / len(self._plan)
 
     def save(self) -> None:
         """Write the checkpoint; the previous one stays until the new one is complete."""
         with signals_deferred():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             optimizer = self.trainer.optimizer.state_dict()
-            content = {"head": self.trainer.weights(), "optimizer": optimizer, "state": asdict(self.state)}
+            state = {"step": self.step, "seconds": self.seconds, "tokens": self.tokens}
+            content = {"head": self.trainer.weights(), "optimizer": optimizer, "state": state}
             with replacing(self._path, self._path.with_suffix(".partial")) as partial:
                 torch.save(content, partial)
 
     def _step(self, batch: Sequence[int]) -> None:
-        rate = learning_rate(self._recipe.learning_rate, self.state.step, self.fraction)
+        rate = learning_rate(self._recipe.learning_rate, self.step, self.fraction)
         records = [self._records[index] for index in batch]
         loss = self.trainer.step([example_of(record) for record in records], rate)
         assert loss is not None  # the target's distributions are known for all tokens
-        self.state.step += 1
-        self.state.tokens += sum(len(record.output_token_ids) for record in records)
+        self.step += 1
+        self.tokens += sum(len(record.output_token_ids) for record in records)
         self._show(loss)
 
 

@@ -20,7 +20,7 @@ from specactor_ray.cli.train_drafter import train_drafter
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.distill.card import DrafterRecipe, read_card
+from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.distill.corpus import RecordStore, split_prompts
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer
 from specactor_ray.draft.eagle.proposer import EagleProposer
@@ -170,13 +170,6 @@ def test_a_job_cannot_write_into_its_own_copy(data: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as ended:
         cli.run_as_job(["drafter", "train"], [str(o) for o in train_options(data, Path("relative"))[2:]])
     assert ended.value.code == 2 and not Path("relative").exists()
-
-
-def test_a_card_that_cannot_be_read(tmp_path: Path) -> None:
-    assert read_card(tmp_path) is None
-    (tmp_path / "drafter.json").write_text("{}")
-    with pytest.raises(InputError, match=r"drafter\.json"):
-        read_card(tmp_path)
 
 
 def test_no_prompt_is_trained_on_and_measured_on() -> None:

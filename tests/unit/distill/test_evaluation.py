@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields
 
 import pytest
 
 from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.distill.evaluation import AcceptanceCounts, replay
+from specactor_ray.distill.evaluation import Step, facts_of, replay
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
@@ -18,7 +17,7 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import Drafts
 from specactor_ray.target.hf import HfEngine
-from tests.by_name import ByName
+from tests.by_name import ByName, extend_fully
 from tests.tiny import tiny_draft
 from tests.unit.distill.recorded import make_engine, recorded
 
@@ -38,39 +37,25 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-def coupled(
-    engine: HfEngine, proposer: ByName, record: CorpusRecord, window: int
-) -> tuple[list[int], AcceptanceCounts]:
+def coupled(engine: HfEngine, proposer: ByName, record: CorpusRecord, window: int) -> tuple[list[int], list[Step]]:
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
-    counts, request_id = AcceptanceCounts(window), "real"
-    tokens: list[int] = []
+    steps, tokens = list[Step](), list[int]()
     engine.table.clear()
-    engine.add(engine.table.open(TargetRequest(request_id, record.prompt_token_ids, record.sampling)))
-    proposer.open(request_id, record.prompt_token_ids, (), record.sampling, window)
+    engine.add(engine.table.open(TargetRequest("real", record.prompt_token_ids, record.sampling)))
+    proposer.open("real", record.prompt_token_ids, (), record.sampling, window)
     while engine.has_work():
         tails: dict[int, tuple[int, ...]] = {}
         for decoding in engine.decoding().tolist():
-            while proposer.extend():
-                pass
-            tails[decoding] = proposer.tail(request_id)[1]
+            extend_fully(proposer)
+            tails[decoding] = proposer.tail("real")[1]
         result = engine.step(Drafts.of(tails))
         for _, fresh, _ in result.outputs():
-            start, drafted, accepted = len(tokens), int(result.drafted[0]), int(result.accepted[0])
-            assert proposer.commit(request_id, start, fresh)
+            assert proposer.commit("real", len(tokens), fresh)
             tokens += fresh
             if tails:
-                counts.steps += 1
-                room = record.sampling.max_tokens - start - 1
-                for position in range(min(window, room, len(record.output_token_ids) - start)):
-                    counts.possible[position] += 1
-                counts.committed += len(fresh)
-                counts.drafted += drafted
-                counts.accepted += accepted
-                for position in range(min(accepted + 1, drafted, len(fresh))):
-                    counts.reached[position] += 1
-                    counts.right[position] += position < accepted
-    proposer.close(request_id)
-    return tokens, counts
+                steps.append((int(result.drafted[0]), int(result.accepted[0]), len(fresh)))
+    proposer.close("real")
+    return tokens, steps
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +74,14 @@ def test_replay_counts_what_coupled_decoding_does(engine: HfEngine, method: str,
 
 def test_records_under_way_together_do_not_disturb_each_other() -> None:
     records = recorded("heldout")[:5]
-    alone = [replay(draft_model(), [record], 5) for record in records]
+    alone = [step for record in records for step in replay(draft_model(), [record], 5)]
     together = replay(draft_model(), records, 5, batch=3)
-    for name in (field.name for field in fields(AcceptanceCounts) if field.name != "window"):
-        values = [getattr(one, name) for one in alone]
-        total = [sum(column) for column in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
-        assert getattr(together, name) == total, name
-    assert together.committed == sum(len(record.output_token_ids) - 1 for record in records)
+    assert sorted(together) == sorted(alone)
+    assert sum(step[2] for step in together) == sum(len(record.output_token_ids) - 1 for record in records)
+
+
+def test_figures_of_steps() -> None:
+    facts = facts_of([(3, 2, 3), (0, 0, 1), (1, 1, 2)], window=3)
+    assert (facts["steps"], facts["tokens"], facts["supply"], facts["acceptance_length"]) == (3, 6, 4 / 3, 2.0)
+    assert facts["acceptance_rate"] == 0.75 and facts["by_position"] == [1.0, 1.0, 0.0]
+    assert facts_of([], window=2)["by_position"] == [None, None]
