@@ -28,7 +28,7 @@ from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.simulation.comparison import VariantJob, run_jobs
+from specactor_ray.simulation.comparison import Job, run_jobs
 from specactor_ray.simulation.rollouts import Result
 
 SCENARIOS = Path(__file__).parents[1] / "conf" / "simulation"
@@ -63,13 +63,11 @@ SITUATIONS: Mapping[str, tuple[Path, Sequence[str]]] = {
 """Name → scenario and what is different in it."""
 
 
-def jobs_of(name: str) -> dict[str, VariantJob]:
+def jobs_of(name: str) -> dict[str, Job]:
     """The runs of a situation: `plain`, and each layout that drafts."""
     path, overrides = SITUATIONS[name]
     layouts, variant = (("coupled", "decoupled"), "decoupled") if path == ONE else (("decoupled",), "apart")
-    return {
-        mode: VariantJob(path, (*SHORT, *overrides, f"config.mode={mode}"), variant) for mode in ("plain", *layouts)
-    }
+    return {mode: (path, (*SHORT, *overrides, f"config.mode={mode}"), variant) for mode in ("plain", *layouts)}
 
 
 def judge(name: str, results: Mapping[str, Result]) -> Iterator[dict[str, Any]]:

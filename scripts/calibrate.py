@@ -21,7 +21,7 @@ import yaml
 
 from points import run_script
 from specactor_ray.core.console import make_console, make_table
-from specactor_ray.simulation.hardware import DeviceSpec, RooflineCost, RooflineHardware, find_model, load_hardware
+from specactor_ray.simulation.hardware import DeviceSpec, RooflineCost, find_model, load_hardware
 
 FILE = Path(__file__).parents[1] / "tests" / "unit" / "simulation" / "h100_steps.yaml"
 FITTED = (1, 4, 16, 64)
@@ -80,9 +80,9 @@ def measured() -> list[Step]:
 
 
 def device_of(name: str) -> DeviceSpec:
-    hardware = load_hardware(name)
-    assert isinstance(hardware, RooflineHardware)
-    return hardware.device
+    device = load_hardware(name)
+    assert isinstance(device, DeviceSpec)
+    return device
 
 
 def predicted(step: Step, device: DeviceSpec, prompt: float = PROMPT) -> float:

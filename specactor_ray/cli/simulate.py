@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,6 @@ from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
-
-if TYPE_CHECKING:
-    from specactor_ray.simulation.comparison import Sweep
 
 app = typer.Typer(
     help="Predict the speed of rollouts: the package's own loops and controller on virtual time.", no_args_is_help=True
@@ -61,20 +58,19 @@ def run(
         from specactor_ray.simulation.kernel import SimulationError
 
     axis = parse_sweep(sweep) if sweep is not None else None
-    first = [f"{axis.key}={axis.values[0]}"] if axis is not None else []
+    names = parse_names(compare)
     if quick:
+        first = [f"{axis[0]}={axis[1][0]}"] if axis is not None else []
         overrides = [*comparison.quick_overrides(config, [*overrides, *first]), *overrides]
-    names = comparison.choose_variants(config, [*overrides, *first], parse_names(compare))
     made = make_folder(output, "--output", empty=True) if output is not None else []
     report: dict[str, Any] = {}
     try:
         with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
-            total = len(names) * (len(axis.values) if axis is not None else 1)
-            progress.update(0.0, f"{total} runs")
-            report = comparison.compare(
-                *(config, overrides, names, axis, processes),
-                lambda done: progress.update(done / total, f"{int(done)} of {total} runs"),
-            )
+
+            def show(done: float, total: int) -> None:
+                progress.update(done / total, f"{int(done)} of {total} runs")
+
+            report = comparison.compare(config, overrides, names, axis, processes, show)
     except SimulationError as error:
         show_error(str(error))
         raise typer.Exit(EXIT_FAILED) from None
@@ -98,15 +94,13 @@ def parse_names(text: str | None) -> list[str] | None:
     return names
 
 
-def parse_sweep(text: str) -> Sweep:
-    """`KEY=V1,V2,...`. Raises InputError if there is no key, or no value."""
-    from specactor_ray.simulation.comparison import Sweep
-
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Key and values of `KEY=V1,V2,...`. Raises InputError if there is no key, or no value."""
     key, _, values = text.partition("=")
     found = list(filter(None, split_items(values)))
     if not key.strip() or not found:
         raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
-    return Sweep(key.strip(), list(dict.fromkeys(found)))
+    return key.strip(), list(dict.fromkeys(found))
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

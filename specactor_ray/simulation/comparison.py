@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -28,50 +27,37 @@ _shares = list[Any]()
 """In a process of the pool: the array of finished shares of all jobs."""
 
 
-@dataclass(frozen=True)
-class VariantJob:
-    """One variant of a scenario to simulate."""
-
-    path: Path
-    overrides: Sequence[str]
-    """`KEY=VALUE` items that hold for all variants."""
-    variant: str
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A key of the scenario and its values in turn."""
-
-    key: str
-    values: Sequence[str]
+Job = tuple[Path, Sequence[str], str]
+"""One variant of a scenario to simulate: file, `KEY=VALUE` items that hold for all variants, and its name."""
 
 
 def compare(
     path: Path,
     overrides: Sequence[str] = (),
     names: Sequence[str] | None = None,
-    sweep: Sweep | None = None,
+    sweep: tuple[str, Sequence[str]] | None = None,
     processes: int | None = None,
-    on_progress: Callable[[float], None] = lambda done: None,
+    on_progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Simulate variants of a scenario (default: all), at every value of a sweep. `overrides`: `KEY=VALUE` items that
-    hold for all variants; the other arguments and errors are those of `run_jobs`.
+    """Simulate variants of a scenario (default: all), at every value of a key if `sweep` names one and its values.
+    `overrides`: `KEY=VALUE` items that hold for all variants; `on_progress` also gets the number of jobs; the other
+    arguments and errors are those of `run_jobs`.
 
     Returns:
         The report as plain data (`points`: one element per value).
     """
     along = {"": [*overrides]}
     if sweep is not None:
-        along = {value: [*overrides, f"{sweep.key}={value}"] for value in sweep.values}
+        along = {value: [*overrides, f"{sweep[0]}={value}"] for value in sweep[1]}
     chosen = {value: choose_variants(path, items, names) for value, items in along.items()}
-    jobs = [VariantJob(path, items, name) for value, items in along.items() for name in chosen[value]]
-    points, results = [], iter(run_jobs(jobs, processes, on_progress))
+    jobs = [(path, items, name) for value, items in along.items() for name in chosen[value]]
+    points, results = [], iter(run_jobs(jobs, processes, lambda done: on_progress(done, len(jobs))))
     for value, items in along.items():
         points.append({"value": value, **_point(path, items, [*itertools.islice(results, len(chosen[value]))])})
     return {
         "scenario": str(path),
         "overrides": list(overrides),
-        "sweep": sweep.key if sweep is not None else "",
+        "sweep": sweep[0] if sweep is not None else "",
         "points": points,
         "versions": versions(),
     }
@@ -109,7 +95,7 @@ def quick_overrides(path: Path, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def run_jobs(
-    jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
+    jobs: Sequence[Job], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
 ) -> list[Result]:
     """Run all jobs, which start in this order.
 
@@ -128,12 +114,12 @@ def run_jobs(
     silence()
     results = list[Result]()
     for job in jobs:
-        results.append(simulate_variant(job, lambda share: on_progress(len(results) + share)))
+        results.append(simulate_variant(*job, lambda share: on_progress(len(results) + share)))
         on_progress(len(results))
     return results
 
 
-def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
+def _run_in_processes(jobs: Sequence[Job], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
     others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
     context = multiprocessing.get_context("spawn")
@@ -164,19 +150,21 @@ def _start_process(shares: Any) -> None:
     silence()
 
 
-def _run_in_process(job: VariantJob, number: int) -> Result:
-    result = simulate_variant(job, lambda share: _shares[0].__setitem__(number, share))
+def _run_in_process(job: Job, number: int) -> Result:
+    result = simulate_variant(*job, lambda share: _shares[0].__setitem__(number, share))
     _shares[0][number] = 1.0
     return result
 
 
-def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lambda share: None) -> Result:
+def simulate_variant(
+    path: Path, overrides: Sequence[str], variant: str, on_progress: Callable[[float], None] = lambda share: None
+) -> Result:
     """Simulate one variant in this process; `on_progress` is called with its finished share. Raises ConfigError if the
     scenario or the variant is wrong, and SimulationError if the run cannot end, or the package raised an error."""
-    rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant))
+    rollouts = SimulatedRollouts(variant, variant_of(path, overrides, variant))
     try:
         return rollouts.run(on_progress)
     except SimulationError as error:
-        raise SimulationError(f"variant {job.variant}: {error}") from error
+        raise SimulationError(f"variant {variant}: {error}") from error
     finally:
         rollouts.kernel.close()

@@ -99,7 +99,7 @@ class SimulatedEngine:
         firsts, drafted, decoded, positions, prefilled = _kernels.begin_step(
             rows, self._numbers, drafts.rows, drafts.lengths, budget
         )
-        seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
+        seconds = world.target(decoded, positions, self.cached_tokens, prefilled)
         row_us = python.verify_row_us if self.speculates() else python.plain_row_us
         clock.work(seconds + decoded * (row_us / 1e6))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)

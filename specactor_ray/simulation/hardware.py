@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from specactor_ray.config.fields import at_least, not_empty, positive
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
@@ -45,19 +45,9 @@ _TILE, _LARGE_TILE, _LARGE = 64, 128, 256
 docs/design/cost-models.md have their stairs."""
 
 
-class ForwardCost(Protocol):
-    """Seconds of one forward step."""
-
-    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        """Duration of a step.
-
-        Args:
-            rows: Decoded requests.
-            positions: Verified positions over all rows: rows + draft tokens.
-            context_tokens: Cached tokens attended to, summed over all rows.
-            prefill_tokens: Prompt positions in the same step.
-        """
-        ...
+StepSeconds = Callable[[int, int, int, int], float]
+"""Seconds of one forward step, by its decoded requests; verified positions over all rows (rows + draft tokens); cached
+tokens attended to, summed over all rows; and prompt positions in the same step."""
 
 
 @dataclass
@@ -83,6 +73,15 @@ class DeviceSpec:
     """All-reduce bus bandwidth of large messages within a node."""
     link_latency_us: float = positive(0.0)
     """Time of an all-reduce of a small message."""
+
+    def cost(self, model: str, devices: int = 1) -> RooflineCost:
+        """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the
+        GPUs cannot share it."""
+        spec = find_model(model)
+        if devices < 1 or spec.heads % devices:
+            problem = f"{model} has {spec.heads} attention heads, which {devices} GPUs cannot share."
+            raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
+        return RooflineCost(self, spec, devices)
 
 
 @dataclass
@@ -144,7 +143,7 @@ class ModelSpec:
 
 
 class RooflineCost:
-    """A `ForwardCost` of a model on GPUs of one node, of which `tensor_parallel` share every layer."""
+    """Costs of a model on GPUs of one node, of which `tensor_parallel` share every layer."""
 
     def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1) -> None:
         self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
@@ -169,6 +168,7 @@ class RooflineCost:
         self._prompt_s = attended / 2 / peak
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        """See `StepSeconds`."""
         n = positions + prefill_tokens
         if n <= 0:
             return 0.0
@@ -221,50 +221,23 @@ class ModelsFile:
 
 
 @dataclass(frozen=True)
-class RooflineHardware:
-    """GPUs by their data sheet."""
-
-    name: str
-    device: DeviceSpec
-
-    def cost(self, model: str, devices: int = 1) -> RooflineCost:
-        """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the
-        GPUs cannot share it."""
-        spec = find_model(model)
-        if devices < 1 or spec.heads % devices:
-            problem = f"{model} has {spec.heads} attention heads, which {devices} GPUs cannot share."
-            raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
-        return RooflineCost(self.device, spec, devices)
-
-
-@dataclass(frozen=True)
-class MeasuredCost:
-    """A `ForwardCost` by the number of positions alone, prompts included."""
-
-    times: StepTimes
-
-    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        return self.times.seconds(positions + prefill_tokens)
-
-
-@dataclass(frozen=True)
 class MeasuredHardware:
     """Steps of a run. Its cache has no limit."""
 
     name: str
-    steps: Mapping[tuple[str, int], MeasuredCost]
-    """(model or draft method, devices) → seconds of its steps."""
+    steps: Mapping[tuple[str, int], StepTimes]
+    """(model or draft method, devices) → seconds of its steps, by the number of positions alone, prompts included."""
 
-    def cost(self, name: str, devices: int = 1) -> MeasuredCost:
+    def cost(self, name: str, devices: int = 1) -> StepSeconds:
         """Seconds of a step of a model or draft method. Raises ConfigError if it was not measured on this many
         devices."""
-        cost = self.steps.get((name.lower(), devices))
-        if cost is None:
+        times = self.steps.get((name.lower(), devices))
+        if times is None:
             known = ", ".join(f"{one} on {count} device(s)" for one, count in self.steps)
             hint = did_you_mean(name.lower(), sorted({one for one, _ in self.steps}))
             problem = f"{name} on {devices} device(s) was not measured there.{hint}"
             raise ConfigError(f"hardware {self.name}", problem, f"use one of: {known}; or a roofline, such as h200.")
-        return cost
+        return lambda rows, positions, context_tokens, prefill_tokens: times.seconds(positions + prefill_tokens)
 
 
 def shipped_hardware() -> list[str]:
@@ -272,7 +245,7 @@ def shipped_hardware() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.[yj]*") if path.stem != "models")
 
 
-def load_hardware(name_or_path: str) -> RooflineHardware | MeasuredHardware:
+def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
     """A roofline by a shipped name (`h100`) or from a YAML file, or the costs of a run (`.json`). ConfigError: there is
     no such hardware, or the file is invalid; the message names file, key and fix."""
     name, names = name_or_path.lower(), shipped_hardware()
@@ -281,13 +254,13 @@ def load_hardware(name_or_path: str) -> RooflineHardware | MeasuredHardware:
         costs = load_costs(path, f"hardware {name_or_path}")
         measured = {str(costs.target["model"]): costs.verify}
         measured |= {method: found.seconds for method, found in costs.drafters.items()}
-        steps = {(one.lower(), n): MeasuredCost(times) for one, found in measured.items() for n, times in found.items()}
+        steps = {(one.lower(), n): times for one, found in measured.items() for n, times in found.items()}
         return MeasuredHardware(path.stem, steps)
     path = find_file(name if name in names else path, _FOLDER)
     if not path.is_file():
         problem = f"there is no such file, and none of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    return RooflineHardware(path.stem, _checked(DeviceSpec, path, path))
+    return _checked(DeviceSpec, path, path)
 
 
 def _checked(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:

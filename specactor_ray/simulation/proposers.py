@@ -81,7 +81,7 @@ class SimulatedProposer(BatchProposer):
         rows = np.flatnonzero(self._unanswered & self._placed)
         if len(rows):
             found = _kernels.look_up(self._right, self.view.texts, rows)
-            self._work(self._time.forward.seconds(len(rows), found, 0), len(rows))
+            self._work(self._time.forward(len(rows), found, 0, 0), len(rows))
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:

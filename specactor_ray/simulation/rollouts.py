@@ -99,7 +99,6 @@ class SimulatedRollouts(VirtualRun):
         if not self._done:
             raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
         result.events, result.digest = kernel.events, kernel.digest
-        kernel.close()
         return result
 
     def _share(self) -> float:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.hardware import (
-    ForwardCost,
+    DeviceSpec,
     MeasuredHardware,
     RooflineCost,
-    RooflineHardware,
+    StepSeconds,
     find_model,
     load_hardware,
 )
@@ -25,19 +26,15 @@ _MERGE_LAYER_S = 14e-6
 and merge, with gaps of 0.8 us."""
 
 
-@dataclass(frozen=True)
-class LinearTime:
-    """Fixed seconds per forward, seconds per position, and per row."""
-
-    forward_s: float
-    position_s: float = 0.0
-    row_s: float = 0.0
-
-    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        return self.forward_s + self.row_s * rows + self.position_s * (positions + prefill_tokens)
+def linear(forward_s: float, position_s: float = 0.0, row_s: float = 0.0) -> StepSeconds:
+    """Fixed seconds per forward, per position, and per row."""
+    return lambda rows, positions, context_tokens, prefill_tokens: (
+        forward_s + row_s * rows + position_s * (positions + prefill_tokens)
+    )
 
 
-_LOOKUP = LinearTime(0.0, row_s=5e-6)
+_STEP = linear(0.02, 0.0002)
+_LOOKUP = linear(0.0, row_s=5e-6)
 """Time of a lookup: 3.3 us an answer and 0.74 us a committed token
 (docs/design/suffix-drafter.md)."""
 
@@ -46,8 +43,8 @@ _LOOKUP = LinearTime(0.0, row_s=5e-6)
 class DraftTime:
     """Durations of a draft method."""
 
-    forward: ForwardCost
-    """Cost of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
+    forward: StepSeconds
+    """Seconds of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
     seconds of `positions` found tokens."""
     is_lookup: bool = False
     fusion: Callable[[int], float] | None = None
@@ -56,19 +53,16 @@ class DraftTime:
     """Additional seconds of a forward if the rows of each request read their common pages once; infinity: each row
     reads all of its pages."""
 
-    more_s: float = 0.0
-    """Seconds beyond the forward's cost."""
-
     def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
         """Duration of a forward with the faster way of attention. `context`: tokens of all chains; `shared`: the same
         with common pages counted once; `prefill`: prompt tokens in the same forward."""
-        seconds = self.forward.seconds(rows, rows, context, prefill)
+        seconds = self.forward(rows, rows, context, prefill)
         if shared < context:
-            seconds = min(seconds, self.forward.seconds(rows, rows, shared, prefill) + self.merge_s)
-        return max(seconds + self.more_s, 0.0)
+            seconds = min(seconds, self.forward(rows, rows, shared, prefill) + self.merge_s)
+        return seconds
 
 
-_USUAL = DraftTime(LinearTime(0.004))
+_USUAL = DraftTime(linear(0.004))
 
 
 @dataclass
@@ -76,7 +70,7 @@ class World:
     """Ground truth of a simulation."""
 
     text: Text
-    target: ForwardCost = LinearTime(0.02, 0.0002)
+    target: StepSeconds = _STEP
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → its durations; others take 4 ms per forward."""
     python: PythonConfig = field(default_factory=lambda: PythonConfig(0.0, 0.0, 0.0))
@@ -99,21 +93,21 @@ def build_world(scenario: ScenarioConfig) -> World:
     request is too long."""
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     devices = target.gpus or target.cores
-    try:
+    with _keys_of("config.target"):
         cost = hardware.cost(target.model, devices)
-    except ConfigError as error:
-        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
     drafters = scenario.config.drafters if scenario.config.mode is not ModeName.plain else []
     forwards = {skill.method: skill.forward_ms for skill in scenario.skills}
     drafting = {
         drafter.method: _draft_time(index, drafter, hardware, forwards.get(drafter.method))
         for index, drafter in enumerate(drafters)
     }
-    world = World(draw_text(scenario), cost, drafting, scenario.python, load_s=scenario.load_s)
+    world = World(draw_text(scenario), drafting=drafting, python=scenario.python, load_s=scenario.load_s)
     if isinstance(cost, RooflineCost):
         shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
         beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
-        world.cache_tokens = cost.cache_tokens(scenario.cache_share, beside)
+        world.target, world.cache_tokens = cost.seconds, cost.cache_tokens(scenario.cache_share, beside)
+    else:
+        world.target = cost
     longest = scenario.workload.prompt_tokens + scenario.workload.max_tokens
     if longest > min(world.cache_tokens, world.max_model_len):
         problem = f"a request can have {longest:,} tokens, and the cache of a verifier holds {world.cache_tokens:,.0f}"
@@ -124,21 +118,30 @@ def build_world(scenario: ScenarioConfig) -> World:
 
 
 def _draft_time(
-    index: int, drafter: DrafterConfig, hardware: RooflineHardware | MeasuredHardware, forward_ms: float | None
+    index: int, drafter: DrafterConfig, hardware: DeviceSpec | MeasuredHardware, forward_ms: float | None
 ) -> DraftTime:
     is_lookup = traits(drafter.method, f"config.drafters.{index}.method").looks_up
     if forward_ms is not None and (is_lookup or drafter.model is None or isinstance(hardware, MeasuredHardware)):
-        return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
+        return DraftTime(linear(forward_ms / 1e3), is_lookup)
     if is_lookup:
         return DraftTime(_LOOKUP, is_lookup)
-    try:
+    with _keys_of(f"config.drafters.{index}"):
         if isinstance(hardware, MeasuredHardware):
             return DraftTime(hardware.cost(drafter.method, max(1, round(drafter.cores))))
         if drafter.model is None:
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
         cost = hardware.cost(drafter.model, max(drafter.gpus, 1))
-        fusion = cost.fusion_seconds if cost.model.features else None
-        more_s = forward_ms / 1e3 - cost.seconds(1, 1, 0) if forward_ms is not None else 0.0
-        return DraftTime(cost, fusion=fusion, merge_s=cost.model.layers * _MERGE_LAYER_S, more_s=more_s)
+    forward, model = cost.seconds, cost.model
+    if forward_ms is not None:
+        more_s = forward_ms / 1e3 - cost.seconds(1, 1, 0)
+        forward = lambda *step: max(cost.seconds(*step) + more_s, 0.0)  # noqa: E731
+    return DraftTime(forward, False, cost.fusion_seconds if model.features else None, model.layers * _MERGE_LAYER_S)
+
+
+@contextlib.contextmanager
+def _keys_of(section: str) -> Iterator[None]:
+    """Errors inside name this section of the configuration."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
+        raise ConfigError(section, f"{error.key}: {error.problem}", error.fix) from None

@@ -11,7 +11,7 @@ PROGRAM = """
 from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from specactor_ray.simulation.comparison import VariantJob, simulate_variant
+from specactor_ray.simulation.comparison import simulate_variant
 from specactor_ray.transport.messages import TailBatch
 from specactor_ray.transport import inbox
 from specactor_ray.table import _kernels as of_table
@@ -40,7 +40,7 @@ before = compiled()
 assert all(before.values()), before
 items = ["workload.requests=4", "workload.median_tokens=20", "workload.max_tokens=40"]
 for variant in %r:
-    simulate_variant(VariantJob(Path("conf/simulation/qwen32b_5xh100.yaml"), items, variant))
+    simulate_variant(Path("conf/simulation/qwen32b_5xh100.yaml"), items, variant)
 for number in range(32):  # of this process, as Ray hands them over, and any mix
     arrive([bool(number >> bit & 1) for bit in range(5)])
 assert compiled() == before, compiled()

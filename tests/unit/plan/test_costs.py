@@ -138,5 +138,5 @@ def test_files_without_costs(tmp_path: Path, text: str | None, problem: str) -> 
 @pytest.mark.parametrize("points", [[], [[4.0, 0.1]]])
 def test_a_run_that_was_too_short(tmp_path: Path, section: dict[str, Any], points: list[Any]) -> None:
     section["verify"] = {"2": points}
-    with pytest.raises(ConfigError, match="profile: .* the cost of less than 2 sizes of verify steps"):
+    with pytest.raises(ConfigError, match=r"profile: .* the cost of less than 2 sizes of verify steps"):
         load_costs(written(tmp_path, section))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from specactor_ray.simulation.comparison import VariantJob, choose_variants, run_jobs
+from specactor_ray.simulation.comparison import choose_variants, run_jobs
 from specactor_ray.simulation.rollouts import Result
 
 SMALL = """
@@ -34,9 +33,6 @@ def write_scenario(folder: Path, text: str = SMALL) -> Path:
     return path
 
 
-def results_of(
-    path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None, **options: Any
-) -> list[Result]:
-    """Results of variants (default: all), in this process unless `options` of `run_jobs` say otherwise."""
-    jobs = [VariantJob(path, overrides, name) for name in choose_variants(path, overrides, names)]
-    return run_jobs(jobs, **{"processes": 1, **options})
+def results_of(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[Result]:
+    """Results of variants (default: all), in this process."""
+    return run_jobs([(path, overrides, name) for name in choose_variants(path, overrides, names)], processes=1)
