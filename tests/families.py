@@ -4,8 +4,9 @@ tests of weight updates."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,6 +80,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-scaled": ("llama", {"rope_parameters": {
         **_TURNED, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
     "llama-yarn": ("llama", {"rope_parameters": {**_YARN, "attention_factor": 0.7}}),
+    "ministral3-scales": ("ministral3", {"rope_parameters": {  # by the position, up to the original length
+        **_YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5, "mscale": 1.0,
+        "mscale_all_dim": 1.0}}),
     "modernbert-decoder": ("modernbert-decoder", {**_MIXED, "local_attention": 8}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False, "pad_token_id": 1}),
     "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 32}),
@@ -88,15 +92,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """The same for settings that only the `hf` engine is compared with."""
 
 
-def make_model(name: str, seed: int = 0, **settings: Any) -> Any:
+def make_model(name: str, seed: int = 0, sizes: Mapping[str, int] = MappingProxyType({}), **settings: Any) -> Any:
     """A model of any table, in evaluation mode. Weights are large enough that errors of attention show; norms, biases
-    and buffers are random, too."""
+    and buffers are random, too. `sizes`: in place of those that all share, as far as the model has them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, own = {**FAMILIES, **VARIANTS}.get(name, (name, {}))
     settings = {**PROVED.get(kind, REFUSED.get(kind, {})), **own, **settings}
     known = AutoConfig.for_model(kind)
-    sizes = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+    sizes = {name: value for name, value in {**_SIZES, **sizes}.items() if hasattr(known, name)}
     try:
         config = AutoConfig.for_model(kind, **{**sizes, **settings})
     except (AttributeError, TypeError):  # a property in some classes

@@ -6,7 +6,6 @@ Every failure is a `ModelLoadError` that names the missing part and the fix.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import pickle
@@ -352,11 +351,10 @@ def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> 
 
 
 def _unreachable(name: str) -> str:
-    close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1)
-    hint = f" Did you mean the built-in {close[0]!r}?" if close else ""
     return (
-        f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging "
-        f"Face Hub cannot be reached.{hint} Fix: connect this machine to the network, or name a local directory."
+        f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging Face "
+        "Hub cannot be reached. Fix: connect this machine to the network, or name a local directory or the built-in "
+        f"{', '.join(BUILTIN_MODELS)}."
     )
 
 

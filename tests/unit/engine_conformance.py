@@ -332,12 +332,6 @@ class EngineConformance:
             assert engine.add(replace(ended, sampling=stopping, committed_token_ids=(stop,))) is Finish.STOP
         assert not engine.has_work()
 
-    def test_max_tokens_is_exact_with_drafts(self, engine: Driver) -> None:
-        for limit in (1, 2, 5):
-            request = requests(1, 0.0, max_tokens=limit, ignore_eos=True)[0]
-            collected = answers(engine, [request], lambda rid, done: [1] * 9)
-            assert len(collected.tokens["r0"]) == limit and collected.reasons["r0"] == "length"
-
     def test_removed_requests_leave_no_trace(self, engine: Driver) -> None:
         batch = requests(4, 1.0)
         truth = answers(engine, batch).tokens

@@ -26,7 +26,7 @@ from specactor_ray.models import paged_cache, ragged_model
 from specactor_ray.models.batch_invariance import Invariant
 from specactor_ray.models.captured import StaticBatch
 from specactor_ray.models.cpu_attention import AttentionRules
-from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
+from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
@@ -39,7 +39,6 @@ from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa
 from tests.unit.models import test_captured
 from tests.unit.models.test_batch_invariance import products_of_gpus
 from tests.unit.models.test_ragged_attention import load
-from tests.unit.target import test_hf_engine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT = 128
@@ -197,28 +196,6 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ModelLoadError, match=reason):
             kernels.shape_of(*shape, 99 << 10)
-
-
-def test_a_model_computes_what_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill chunks, verified drafts and single tokens, packed, in half precision."""
-    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
-    monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
-    steps, logits = ([300, 1, 30, 5], [1, 4, 1, 1], [3, 40, 1, 9]), []
-    for attention in (attend_on_cpu, attend_on_gpu):
-        with attending(attention):
-            model = RaggedModel(load(torch.bfloat16), 32 << 20)
-            rows, tokens = np.array([model.cache.open(700) for _ in range(4)]), np.random.default_rng(0)
-            for counts in steps:
-                fed = tokens.integers(model.vocab_size, size=sum(counts))
-                logits.append(model.forward(rows, np.array(counts), fed, np.minimum(counts, 3)).float())
-    for ours, theirs in zip(logits[:3], logits[3:], strict=True):
-        assert float((ours - theirs).norm() / ours.norm()) < 0.02
-
-
-def test_gemma2_matches_its_own_forward() -> None:
-    options = {"sliding_window": 6, "query_pre_attn_scalar": 16}
-    with attending(attend_on_gpu):
-        test_hf_engine.test_other_architectures_match_their_own_forward("Gemma2Config", options)
 
 
 def history(drafter: ModelProposer, most: int) -> list[Any]:

@@ -26,6 +26,7 @@ from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm_cpu import quicken_interpreter
 from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
+from tests.unit.sampling.test_sampling import check_tensors_of_a_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.6, 1.0, 1.0, 2.0, 100.0)
@@ -236,7 +237,7 @@ def test_rivals_far_away_and_ties_of_rounded_scores(
         check(*rows())
 
 
-@pytest.mark.parametrize("ranks", [1, MOST])
+@pytest.mark.parametrize("ranks", [1, 2, MOST])
 def test_a_bound_that_is_too_tight_is_seen(ranks: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the check that a device passes before it takes the kernels."""
     assert not keyed.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
@@ -249,11 +250,6 @@ def test_gpu_check_finds_the_kernels_by_their_names() -> None:
         assert {getattr(kernels, name).__name__ for name in KERNELS[part]} == {*KERNELS[part]}
 
 
-@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float32, 2), (torch.float16, MOST)])
-def test_the_check_of_a_device_passes(dtype: torch.dtype, ranks: int, small_blocks: None) -> None:
-    assert not keyed.difference(torch.device("cpu"), dtype, ranks, 200)
-
-
 def test_the_largest_vocabulary() -> None:
     """With the blocks that are shipped."""
     logits = torch.from_numpy(np.random.default_rng(4).normal(size=(4, 151_936)) * 3).bfloat16()
@@ -264,52 +260,12 @@ def test_the_largest_vocabulary() -> None:
     assert differences(logits[3:], [0], [()], nucleus, [0], False) == (1, [])
 
 
-def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("drawn")
-
-    monkeypatch.setattr(triton_kernels, "threefry2x32", refuse)
-    logits, greedy = torch.linspace(-3.0, 3.0, 700).sin().unsqueeze(0), SamplingParams(0.0, top_k=5, top_p=0.5)
-    assert sample_rows(logits, [greedy], [0], backend="triton").token_ids == [int(logits.argmax())]
-    assert not ranked_otherwise(logits, [greedy], [0])
-    with pytest.raises(interpreter.InterpreterError, match="drawn"):
-        sample_rows(logits, [SamplingParams(1.0)], [0], backend="triton")
-
-
 @pytest.mark.parametrize(("values", "problem"), BAD_LOGITS)
 @pytest.mark.parametrize("rule", [SamplingParams(0.0), SamplingParams(), SamplingParams(top_p=0.5)])
 def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, rule: SamplingParams) -> None:
     check_bad_logits(values, problem, rule, backend="triton")
 
 
-def test_rules_are_written_once_and_found_by_slot(small_blocks: None) -> None:
-    """Requests 0 and 1 sit in slots 4 and 2, after a prompt of 10 and one of 3 tokens."""
-    cpu, logits = torch.device("cpu"), torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
-    rules = Rules(6, cpu)
-    params = [SamplingParams(0.7, seed=2**64 - 1), SamplingParams(seed=3, top_k=4)]
-    rules.write([0, 4], [SamplingParams(seed=8, top_p=0.1), params[0]], [0, -10])
-    rules.write([0, 2], [SamplingParams(0.0), params[1]], [0, -3])
-    assert rules.any_filtered
-    [draft] = sample_rows(logits[:1], params[:1], [6]).token_ids
-    want = verify_tails(logits, [0, 2], [(draft,), ()], params, [6, 0], record_margins=True)
-    integers = torch.int32  # as vLLM's arrays
-    found = fused.verify(
-        logits,
-        torch.tensor([0, 2], dtype=integers),
-        torch.tensor([0, 1, 1], dtype=integers),
-        torch.tensor([draft], dtype=integers),
-        2,
-        torch.tensor([16, 3], dtype=integers),
-        torch.tensor([4, 2], dtype=integers),
-        rules,
-        2,
-    ).numpy()
-    assert found[:, :2].tolist() == [[2, 0], [1, 0]]
-    tokens, logprobs, margins = np.split(found[:, 2:], 3, axis=1)
-    assert tokens.tolist() == [[*want[0].token_ids, -1], [*want[1].token_ids, -1, -1]]
-    for i, one in enumerate(want):
-        count = len(one.token_ids)
-        assert logprobs[i, :count].view(np.float64) == pytest.approx(one.logprobs, abs=3e-6)
-        assert margins[i, :count].view(np.float64).tolist() == one.margins
-    rules.write([2], [SamplingParams()], [0])
-    assert not rules.any_filtered
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])  # vLLM's arrays are the former
+def test_tensors_of_a_device_give_what_arrays_give(small_blocks: None, integers: torch.dtype) -> None:
+    check_tensors_of_a_device(integers, "triton")

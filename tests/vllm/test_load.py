@@ -23,30 +23,21 @@ from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import raw
-from tests.vllm.test_weights import FAMILIES, GROUPED, TOKENS, make_model, no_groups
+from tests.vllm.test_weights import TOKENS, make_model, no_groups
 
 __all__ = ["no_groups"]
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
-_BASE = {**GROUPED, "pad_token_id": 0, "initializer_range": 0.2}
-_MIXED = {**_BASE, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 64}
-_LONG = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **_FACTORS}}
-_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-MORE = {
-    "phi3-longrope": ("Phi3", {**_BASE, **_LONG, "original_max_position_embeddings": 64}),
-    "qwen2-moe-window": ("Qwen2Moe", {**_MIXED, **_WINDOW}),
-    "qwen3-some-windows": ("Qwen3", {**_BASE, **_WINDOW}),
-    "cohere2": ("Cohere2", {**_BASE, "sliding_window": 8, "logit_scale": 1.0}),
-    "gpt-oss": ("GptOss", {**_MIXED, "sliding_window": 8}),
+_LONG = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **_FACTORS},
+    "original_max_position_embeddings": 64,
 }
 
 
-def start(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> VllmEngine:
-    for name, settings in MORE.items():
-        monkeypatch.setitem(FAMILIES, name, settings)
+def start(family: str, folder: Path, settings: dict[str, Any], **more: Any) -> VllmEngine:
     with quiet_transformers():
-        make_model(family, 0).save_pretrained(folder)
+        make_model(family, 0, **settings).save_pretrained(folder)
     limits: dict[str, Any] = {"max_model_len": 120, "max_batch": 4, "max_step_tokens": 128, "kv_cache_gb": 1 / 64}
     config = TargetConfig(str(folder), "vllm", dtype="float32", compiled=False, **limits, **more)
     engine = build_engine(config, "cpu", 8)
@@ -54,36 +45,34 @@ def start(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: An
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "phi3-longrope"])
-def test_a_model_that_takes_new_weights_is_served(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(family, tmp_path, monkeypatch, updates=True)
+@pytest.mark.parametrize(("family", "settings"), [("llama-tied", {}), ("qwen3-moe", {}), ("phi3", _LONG)])
+def test_a_model_that_takes_new_weights_is_served(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    engine = start(family, tmp_path, settings, updates=True)
     assert engine.weight_version == 0 and not engine.has_work()
     engine.close()
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"),
+    ("family", "settings", "reason"),
     [
-        ("qwen2-moe-window", "from token 9 of 56"),
-        ("cohere2", "as transformers does"),
-        ("qwen3-some-windows", "AssertionError Sliding window for some but all layers"),
+        ("qwen2-moe", {"use_sliding_window": True}, "from token 9 of 56"),
+        ("cohere2", {"logit_scale": 1.0}, "as transformers does"),
+        ("qwen3", {}, "AssertionError Sliding window for some but all layers"),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(
-    family: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_vllm_computes_otherwise_is_refused(family: str, settings: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=reason):
-        start(family, tmp_path, monkeypatch)
+        start(family, tmp_path, settings)
 
 
-def test_experts_that_a_reload_does_not_see_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_a_reload_does_not_see_are_named(tmp_path: Path) -> None:
     """At the start if new weights will come, else at the first update."""
     with pytest.raises(ModelLoadError, match=r"model\.layers\.0\.mlp\.experts"):
-        start("gpt-oss", tmp_path, monkeypatch, updates=True)
+        start("gpt_oss", tmp_path, {}, updates=True)
     no_groups_now()
-    engine = start("gpt-oss", tmp_path, monkeypatch)
+    engine = start("gpt_oss", tmp_path, {})
     with pytest.raises(WeightsError):
-        engine.load_weights(1, make_model("gpt-oss", 1).state_dict())
+        engine.load_weights(1, make_model("gpt_oss", 1).state_dict())
     engine.close()
 
 

@@ -16,7 +16,8 @@ from specactor_ray.models.loading import tied
 from specactor_ray.models.probe import eager_logprobs, probe_tokens
 from specactor_ray.target import vllm as target_vllm
 from specactor_ray.target.vllm import VllmEngine
-from tests.families import one_of_each
+from tests import families
+from tests.families import VOCAB_SIZE, one_of_each
 from tests.tiny import tiny_vllm_target
 from tests.unit.target.test_hf_engine import load
 from tests.vllm import needs_vllm
@@ -24,51 +25,18 @@ from tests.vllm.test_vllm_engine import raw
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
-VOCAB_SIZE = 96
 TOKENS = probe_tokens(VOCAB_SIZE)
-_BASE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
-GROUPED = {**_BASE, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": False}
-"""vLLM's CPU build has no heads below 32."""
-_TIED = {**GROUPED, "tie_word_embeddings": True}
-_EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("Llama", _TIED),
-    "gpt2-tied": ("GPT2", {**_GPT2, "initializer_range": 0.3}),
-    "gpt-neox": ("GPTNeoX", _BASE),
-    "mixtral": ("Mixtral", {**GROUPED, "num_local_experts": 4}),
-    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
-    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}),
-    "phi3": ("Phi3", {**GROUPED, "sliding_window": 16, "pad_token_id": 0}),
-    "gemma3-tied": ("Gemma3Text", {**_TIED, "sliding_window": 16}),
-    "glm4-moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
-}
-"""Name → transformers' class of the configuration, and its settings."""
+FAMILIES = (
+    *("llama-biases", "llama-tied", "gpt2-tied", "gpt_neox", "mixtral", "qwen3-moe", "qwen2-moe", "phi3"),
+    *("gemma3-tied", "glm4-moe"),
+)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's CPU build has no smaller heads."""
 
 
-def make_model(family: str, seed: int) -> Any:
-    """Random weights; norms, biases and buffers, too."""
-    import transformers
-
-    kind, settings = FAMILIES[family]
-    torch.manual_seed(seed)
-    with quiet_transformers():
-        config = getattr(transformers, f"{kind}Config")(**settings)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dim() == 1 and tensor.is_floating_point():
-                tensor += 0.2 * torch.randn(tensor.shape)
-    return model.eval()
+def make_model(family: str, seed: int, **settings: Any) -> Any:
+    settings = {**({"use_sliding_window": False} if family == "qwen2-moe" else {}), **settings}  # vLLM ignores it
+    return families.make_model(family, seed, HEADS, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +118,7 @@ def test_bfloat16_is_that_of_a_fresh_engine(family: str, tmp_path: Path) -> None
 
 
 def test_a_parameter_without_weights_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, *_ = make("llama", tmp_path)
+    engine, *_ = make("llama-biases", tmp_path)
     whole = target_vllm.as_in_files
 
     def without_norm(*given: Any) -> dict[str, torch.Tensor]:
@@ -158,7 +126,7 @@ def test_a_parameter_without_weights_is_an_error(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(target_vllm, "as_in_files", without_norm)
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
-        engine.load_weights(1, weights_of("llama", 1))
+        engine.load_weights(1, weights_of("llama-biases", 1))
     assert engine.weight_version == 0
     engine.close()
 

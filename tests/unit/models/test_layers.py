@@ -163,34 +163,6 @@ def test_what_a_forward_calls_is_part_of_its_source() -> None:
     assert sources.source_of(LlamaAttention) in sources.ATTENTIONS
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        # A scale by the position, right up to the original length of the context.
-        ("ministral3", {"rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        }}),
-        ("olmo", {"clip_qkv": 0.5}),  # clips large values only
-        ("olmo2", {}),  # its norms span all heads
-        ("olmo3", {"sliding_window": 8}),
-        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-        ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
-    ],
-)  # fmt: skip
-def test_models_whose_attention_computes_something_else(kind: str, options: dict[str, Any]) -> None:
-    tokens, rows = np.arange(60) * 7 % 96, np.array([60])
-    model = tiny(kind, **options)
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name or "v_proj" in name:
-            weight.data.mul_(8.0)
-    with torch.inference_mode():
-        expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
-    ragged = RaggedModel(model, 4 << 20)
-    found = ragged.forward(np.array([ragged.cache.open(60)]), rows, tokens, rows)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_counts_whose_bits_differ_are_padded(dtype: torch.dtype) -> None:
     """A sum of 1536 numbers that cancel shows the order of additions; one row alone has another with some kernels."""

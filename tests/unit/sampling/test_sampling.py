@@ -14,7 +14,7 @@ from scipy import stats
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import cpu as kernels
-from specactor_ray.sampling.keyed import Found, verify_arrays, verify_on_device
+from specactor_ray.sampling.keyed import Backend, Found, verify_arrays, verify_on_device
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import derive_seed
 from tests.tails import BAD_LOGITS, Drawn, check_bad_logits, gumbel_noise, sample_rows, verify_tails
@@ -243,25 +243,30 @@ def test_bad_logits_are_named(values, problem, temperature):
     check_bad_logits(values, problem, SamplingParams(temperature))
 
 
-@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-def test_tensors_of_a_device_give_what_arrays_give(integers):
+def check_tensors_of_a_device(integers: torch.dtype, backend: Backend) -> None:
     """In other slots than the rows'; a row before its first position spoils no other."""
-    logits, slots, rules = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)), np.array([2, 0]), Rules(3)
-    rules.write([0, 2], [SamplingParams(seed=5), SamplingParams(0.5, seed=9)], [0, -2])
+    logits, slots = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)), np.array([2, 0])
+    rules = Rules(3, logits.device)
+    rules.write([0, 2], [SamplingParams(seed=5, top_p=0.1), SamplingParams(0.5, seed=9)], [0, 0])
+    rules.write([0], [SamplingParams(seed=5, top_k=9)], [-2])
     offsets, tail_offsets, positions = np.array([0, 3]), np.array([0, 2, 4]), np.array([2, 7])
     drafts = np.array([3, 4, 5, 6], np.int32)
     drafts[[0, 2]] = verify_arrays(logits, offsets, tail_offsets, drafts, positions, slots, rules).tokens[:, 0]
     wanted = verify_arrays(logits, offsets, tail_offsets, drafts, positions, slots, rules)
-    assert wanted.counts.tolist() == [2, 2]
+    assert wanted.counts.tolist() == [2, 2] and rules.any_filtered
     parts = [torch.from_numpy(one).to(integers) for one in (offsets, tail_offsets, drafts)]
     rows = (logits, *parts, 2)
     at, own = torch.from_numpy(positions).to(integers), torch.from_numpy(slots).to(integers)
-    found = Found(verify_on_device(*rows, at, rules, 1, own).numpy())
+    found = Found(verify_on_device(*rows, at, rules, 1, own, backend=backend).numpy())
     assert found.tokens.tolist() == wanted.tokens.tolist() and found.counts.tolist() == [2, 2]
-    early = Found(verify_on_device(*rows, at - torch.tensor([5, 0], dtype=integers), rules, 1, own).numpy())
-    assert early.tokens[1].tolist() == wanted.tokens[1].tolist()
-    with pytest.raises(RuntimeError):
-        verify_on_device(logits.to("meta"), *(one.to("meta") for one in parts), 2, at.to("meta"), rules, 1)
+    early = at - torch.tensor([5, 0], dtype=integers)
+    found = Found(verify_on_device(*rows, early, rules, 1, own, backend=backend).numpy())
+    assert found.tokens[1].tolist() == wanted.tokens[1].tolist()
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_tensors_of_a_device_give_what_arrays_give(integers: torch.dtype) -> None:
+    check_tensors_of_a_device(integers, "numba")
 
 
 # --- seeds ---------------------------------------------------------------------------------------------------
