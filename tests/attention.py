@@ -1,4 +1,4 @@
-"""Runs models on one of the ways to attend, whatever the device would take."""
+"""Runs models on the CPU as on a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 
 from specactor_ray.draft.eagle import proposer
 from specactor_ray.models import layers, paged_cache, ragged_attention, ragged_model
-from specactor_ray.models.ragged_attention import Attention
 
 
 @contextmanager
-def attending(attention: Attention, fused: bool = False) -> Iterator[None]:
-    """Models made in here attend by `attention` in here, in layers as transformers has them, or fused as on GPUs."""
-    ran = 0
+def attending_on_gpu(fused: bool = False) -> Iterator[None]:
+    """Models made in here attend by the kernels of GPUs in here, in layers as transformers has them, or fused."""
+    from specactor_ray.models import _layers_triton, _paged_attention_triton
+
+    ran, attention = 0, _paged_attention_triton.paged_attention
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal ran
@@ -25,17 +26,15 @@ def attending(attention: Attention, fused: bool = False) -> Iterator[None]:
         return attention(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        if fused:
-            from specactor_ray.models import _layers_triton
-
-            patch.setattr(layers, "operators", lambda *_: _layers_triton)
-            for module in (ragged_model, proposer):
+        for module in (ragged_model, proposer):
+            if fused:
                 patch.setattr(module, "can_pack", lambda *_: False)
-        else:
-            for module in (ragged_model, proposer):
+            else:
                 patch.setattr(module, "fuse", lambda *_: None)
-        patch.setattr(ragged_attention, "attention_for", lambda *_: counted)
-        if attention is not ragged_attention.attend_on_cpu:
-            patch.setattr(paged_cache, "ROW_BYTES", 1)  # pages as on a GPU
+        if fused:
+            patch.setattr(layers, "operators", lambda *_: _layers_triton)
+        patch.setattr(ragged_attention, "attends_on_gpu", lambda _: True)
+        patch.setattr(_paged_attention_triton, "paged_attention", counted)
+        patch.setattr(paged_cache, "ROW_BYTES", 1)  # pages as on a GPU
         yield
     assert ran, "no model ran"

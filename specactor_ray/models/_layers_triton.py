@@ -9,25 +9,17 @@ Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.models.cpu_attention import HeadNorms, Rotary
 
 GATES = ("silu", "gelu_tanh", "gelu")
 _WIDEST_NORM, _GATE_BLOCK = 1 << 16, 1024
-
-
-class HeadNorms(NamedTuple):
-    """Norms of the heads of queries and keys."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-    offset: int
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int, more: torch.Tensor | None = None) -> Any:
@@ -61,7 +53,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 
 def store_pages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    slots: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], norms: HeadNorms | None = None,
+    slots: torch.Tensor, rotary: Rotary, norms: HeadNorms | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`cpu_attention.store_pages` for numbers of stride 1. Returns the queries `(N, heads, dim)`, normed and rotated as
     the keys are; undefined after the last slot."""

@@ -157,11 +157,8 @@ class Captured(abc.ABC):
         ends: np.ndarray, rules: np.ndarray, *extras: np.ndarray,
     ) -> None:  # fmt: skip
         """Copy the inputs of the step that was found for `counts` to the device, without a wait, once the last step has
-        been fetched. `ends`: tokens of each row for which it has room; `extras`: their first columns, others are 0.
-        ValueError: a row has no room."""
+        been fetched. `ends`: tokens of each row for which it has room; `extras`: their first columns, others are 0."""
         cache, n, used = self._cache, len(rows), len(tokens)
-        if (ends > cache.room(rows)).any():
-            raise ValueError("a row has no room for its new tokens; reserve it first")
         self._clear()
         ids, sequence, slots, words, *more, starts, keys, pages = self._host
         cached, table = cache.lengths[rows], cache.page_table(rows, ends)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.shapes import ROW_BYTES
 from specactor_ray.models.threads import KINDS, run, workspace
@@ -27,6 +26,8 @@ _STORE = struct.Struct("=28q")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines `(N, angles)` of one layout; they rotate the pairs (i, i + angles / 2) of a head's numbers."""
+HeadNorms = tuple[torch.Tensor, torch.Tensor, float, int]
+"""Weights of the norms of heads of queries and of keys, epsilon, and what is added to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,11 @@ def attend_pages(
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`, likewise.
         rotary: Rotates the queries.
 
-    Returns `(N, heads, value_dim)` in the dtype of `query`, zeros at padding. InputError: a dtype is not supported.
+    Returns `(N, heads, value_dim)` in the dtype of `query`, zeros at padding.
     """
     attention = compiled()
     tokens, heads, dim = query.shape
     page_size, kv_heads, value_dim = values.shape[1:]
-    if query.dtype not in KINDS or keys.dtype not in KINDS:
-        raise InputError(f"attention on CPUs takes float32 and bfloat16, not {query.dtype} and {keys.dtype}")
     if query.stride(2) != 1:
         query = query.contiguous()
     sinks = None if rules.sinks is None else rules.sinks.detach().to(torch.float32).contiguous()

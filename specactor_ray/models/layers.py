@@ -242,7 +242,7 @@ class _Attention:
             return None
         alike = (query.eps, query.offset) == (key.eps, key.offset)
         weights = query.module.weight, key.module.weight
-        return self._own.HeadNorms(*weights, query.eps, query.offset) if alike else None
+        return (*weights, query.eps, query.offset) if alike else None
 
 
 class _Layer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,8 @@ from torch import nn
 from specactor_ray.core.device import to_device
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins
-from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary, attend_pages, store_pages
+from specactor_ray.models.cpu_attention import AttentionRules, HeadNorms, PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-
-if TYPE_CHECKING:
-    from specactor_ray.models._layers_triton import HeadNorms
 
 ATTENTION_NAME = "specactor_ragged"
 MASKED_NAME = "specactor_ragged_masked"
@@ -85,19 +82,21 @@ class RaggedBatch:
             norms: Norms of heads before that; on GPUs only.
         """
         cache, self.rules = self.cache, rules
-        attention, keys, values = attention_for(cache.device), cache.keys[layer], cache.values[layer]
+        keys, values = cache.keys[layer], cache.values[layer]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if attention is attend_on_cpu:
+        if not attends_on_gpu(cache.device):
             store_pages(key, value, keys, values, self.slots, rotary)
-            return attend_on_cpu(self, layer, query, rules, rotary)[None]
+            return attend_pages(query, keys, values, self.page_rows, rules, rotary)[None]
+        from specactor_ray.models import _layers_triton, _paged_attention_triton
+
         if rotary is None:
             for pool, new in ((keys, key), (values, value)):
                 pool.flatten(0, 1).index_copy_(0, self.slots, new[: self.num_tokens])
         else:
-            from specactor_ray.models import _layers_triton
-
             query = _layers_triton.store_pages(query, key, value, keys, values, self.slots, rotary, norms)
-        return attention(self, layer, query, rules)[None]
+        rows = self.device_starts, self.device_lengths, self.device_pages, self.most_queries, self.most_keys
+        with torch.cuda.device_of(query):
+            return _paged_attention_triton.paged_attention(query, keys, values, *rows, rules)[None]
 
     @functools.cached_property
     def page_rows(self) -> PageRows:
@@ -165,32 +164,8 @@ def ragged_attention(
     return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
-Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
-"""(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N includes the padding after the last
-row, where the result is 0."""
-
-
-def attention_for(device: torch.device) -> Attention:
-    """The `Attention` of all layers on a device."""
-    return attend_on_cpu if device.type == "cpu" else attend_on_gpu
-
-
-def attend_on_cpu(
-    batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, rotary: Rotary | None = None
-) -> torch.Tensor:
-    """`Attention` of all models on CPUs."""
-    return attend_pages(query, batch.cache.keys[layer], batch.cache.values[layer], batch.page_rows, rules, rotary)
-
-
-def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    """`Attention` of all models on GPUs."""
-    from specactor_ray.models._paged_attention_triton import paged_attention
-
-    with torch.cuda.device_of(query):
-        return paged_attention(
-            query, batch.cache.keys[layer], batch.cache.values[layer],
-            batch.device_starts, batch.device_lengths, batch.device_pages, batch.most_queries, batch.most_keys, rules,
-        )  # fmt: skip
+def attends_on_gpu(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def mask_with_window(

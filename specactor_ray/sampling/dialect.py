@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from specactor_ray.core.errors import UnavailableError, clipped, did_you_mean
 from specactor_ray.core.types import SamplingParams
@@ -18,54 +18,47 @@ _TEXT = "requests are of text, for the model as it is loaded"
 _FORM = "prompts and outputs have one form"
 
 
-class Option(NamedTuple):
-    """An option that is not available."""
-
-    neutral: tuple[Any, ...]
-    """Values without effect, besides null."""
-    reason: str
-
-
-UNAVAILABLE: Mapping[str, Option] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Option((0,), _CONTEXT)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), Option((1,), _CONTEXT)),
-    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), Option((0,), _LOGITS)),
-    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), Option(({}, []), _LOGITS)),
-    **dict.fromkeys(("custom_logit_processor", "custom_params"), Option(({},), _LOGITS)),
+UNAVAILABLE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0,), _CONTEXT)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), ((1,), _CONTEXT)),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), ((0,), _LOGITS)),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), (({}, []), _LOGITS)),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), (({},), _LOGITS)),
     **dict.fromkeys(
         (
             *("structured_outputs", "structured_outputs_regex", "structural_tag", "regex", "ebnf", "json_schema"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
         ),
-        Option((), _LOGITS),
+        ((), _LOGITS),
     ),
-    "response_format": Option(({"type": "text"},), _LOGITS),
-    "n": Option((1,), "send a request for each sample"),
-    "best_of": Option((1,), _ONE_SAMPLE),
-    **dict.fromkeys(("use_beam_search", "early_stopping"), Option((False,), _ONE_SAMPLE)),
-    **dict.fromkeys(("beam_width", "num_beams"), Option((1,), _ONE_SAMPLE)),
-    "flat_logprobs": Option((False,), "log-probabilities have one form"),
-    **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((True,), _FORM)),
-    "include_reasoning": Option((True,), _FORM),
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Option((True, False), _FORM)),
-    "modalities": Option((["text"],), _FORM),
-    "spaces_between_special_tokens": Option((True, False), _FORM),
-    **dict.fromkeys(("echo", "return_prompt_text"), Option((False,), _FORM)),
-    "do_sample": Option((True,), "temperature 0 selects the most probable token"),
-    "enable_thinking": Option((), "templates get it in chat_template_kwargs"),
-    "reasoning_effort": Option(("none",), "templates get it in chat_template_kwargs"),
-    "function_call": Option(("auto", "none"), "outputs are not forced into a form"),
-    "extra_args": Option(({},), _FORM),
-    "chat_template": Option((), "templates are programs; the model's is used"),
-    "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
-    "truncation_side": Option(("left", "right"), "a prompt that is too long fails alone"),
-    "thinking_token_budget": Option((-1,), _LOGITS),
-    **dict.fromkeys(("watermarking", "repetition_detection"), Option((False,), _CONTEXT)),
-    "logprob_token_ids": Option(([],), "log-probabilities have one form"),
-    "routed_experts_prompt_start": Option((0,), "routed experts are not recorded"),
-    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data", "prompt_embeds"), Option((), _TEXT)),
+    "response_format": (({"type": "text"},), _LOGITS),
+    "n": ((1,), "send a request for each sample"),
+    "best_of": ((1,), _ONE_SAMPLE),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), ((False,), _ONE_SAMPLE)),
+    **dict.fromkeys(("beam_width", "num_beams"), ((1,), _ONE_SAMPLE)),
+    "flat_logprobs": ((False,), "log-probabilities have one form"),
+    **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), ((True,), _FORM)),
+    "include_reasoning": ((True,), _FORM),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), ((True, False), _FORM)),
+    "modalities": ((["text"],), _FORM),
+    "spaces_between_special_tokens": ((True, False), _FORM),
+    **dict.fromkeys(("echo", "return_prompt_text"), ((False,), _FORM)),
+    "do_sample": ((True,), "temperature 0 selects the most probable token"),
+    "enable_thinking": ((), "templates get it in chat_template_kwargs"),
+    "reasoning_effort": (("none",), "templates get it in chat_template_kwargs"),
+    "function_call": (("auto", "none"), "outputs are not forced into a form"),
+    "extra_args": (({},), _FORM),
+    "chat_template": ((), "templates are programs; the model's is used"),
+    "truncate_prompt_tokens": ((), "a prompt that is too long fails alone"),
+    "truncation_side": (("left", "right"), "a prompt that is too long fails alone"),
+    "thinking_token_budget": ((-1,), _LOGITS),
+    **dict.fromkeys(("watermarking", "repetition_detection"), ((False,), _CONTEXT)),
+    "logprob_token_ids": (([],), "log-probabilities have one form"),
+    "routed_experts_prompt_start": ((0,), "routed experts are not recorded"),
+    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data", "prompt_embeds"), ((), _TEXT)),
 }
-"""Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
+"""Option that is not available, by its name in vLLM, SGLang, TRL or OpenAI's interface → values without effect, besides
+null, and the reason."""
 
 
 def requests_nothing(value: Any) -> bool:
@@ -105,8 +98,9 @@ class Dialect:
             if name in names:
                 found[names[name]] = value
             elif (option := UNAVAILABLE.get(name)) is not None:
-                if value not in option.neutral:
-                    raise UnavailableError(name, clipped(value), option.reason, where=self.where)
+                neutral, reason = option
+                if value not in neutral:
+                    raise UnavailableError(name, clipped(value), reason, where=self.where)
             elif not requests_nothing(value):
                 every = (*self.others, *names)
                 reason, hint = f"the options are {', '.join(every)}", did_you_mean(name, every)

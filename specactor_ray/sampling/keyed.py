@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # imported where it is used: it takes seconds
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "numba", "triton"]
+_FEWEST_CHUNKS = 64
+"""Least number of chunks of the Triton kernels, with which vocabularies up to 262,144 share their compiled code."""
 
 _PROBLEMS = {
     kernels.ERR_NAN: "logits contain NaN",
@@ -166,10 +168,8 @@ def verify_on_device(
     if ids is not None and (name != "numba" or len(ids) != vocab):
         raise ValueError(f"{len(ids)} ids for {vocab} logits and backend {name}")
     if name == "triton" and n:
-        from specactor_ray.sampling import fused
-
         x = logits if logits.stride(1) == 1 else logits.contiguous()
-        return fused.verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
+        return _by_triton(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks)
     if device.type != "cpu" and not wait:
         raise RuntimeError("sampling runs on the host")
     scores = logits.cpu().float().contiguous().numpy()
@@ -178,6 +178,40 @@ def verify_on_device(
     tokens, out = _all_tokens(vocab) if ids is None else ids, (packed, packed.view(np.float64))
     kernels.verify_batch(scores, scores.view(np.int32), *rows, rules.table, tokens, ranks, logprobs, out)
     return torch.from_numpy(packed).to(device)
+
+
+def _by_triton(
+    logits: torch.Tensor,
+    offsets: torch.Tensor,
+    tail_offsets: torch.Tensor,
+    tails: torch.Tensor,
+    longest: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    rules: Rules,
+    ranks: int,
+) -> torch.Tensor:
+    """`verify_on_device` by the Triton kernels. A row of logits is contiguous; each entry of `tails` behind the last
+    draft costs the start of some programs."""
+    import torch
+
+    from specactor_ray.sampling import gpu
+
+    n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
+    most, chunks = min(n * width, n + len(tails)), -(-vocab // gpu.SCAN["BLOCK"])
+    padded = max(_FEWEST_CHUNKS, 1 << (chunks - 1).bit_length())
+    scores = torch.empty(most, ranks, chunks, dtype=torch.float64, device=logits.device)
+    sums = torch.empty(most, 2, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(most, ranks, chunks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(n, 2 + (2 + ranks if ranks > 2 else 3) * width, dtype=torch.int64, device=logits.device)
+    rows = (logits, logits.stride(0), vocab, offsets, tail_offsets, slots, positions, rules.words)
+    parts, sizes = (scores, sums, ids), (n, width, chunks)
+    with torch.cuda.device_of(logits):
+        gpu.scan[most, chunks](*rows, *parts, *sizes, RANKS=ranks, **gpu.SCAN)
+        if rules.any_filtered:
+            gpu.filter_rows[(most,)](*rows, *parts, *sizes, CHUNKS=padded, RANKS=ranks, **gpu.FILTER)
+        gpu.commit[(n,)](*rows, *parts, tails, out, *sizes, CHUNKS=padded, RANKS=ranks, **gpu.COMMIT)
+    return out
 
 
 def warm_up(

@@ -80,7 +80,7 @@ class VllmEngine:
     """`TargetEngine` over vLLM's engine core in this process. Arguments: see `engine_arguments`.
 
     Raises:
-        ConfigError: of `require_vllm` and `require_room`, or vLLM refuses a value of `target.engine_arguments`.
+        ConfigError: of `require_vllm`, or vLLM refuses a value of `target.engine_arguments`.
         ModelLoadError: vLLM does not support the model with these settings.
     """
 

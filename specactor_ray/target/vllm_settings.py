@@ -87,7 +87,7 @@ def require_whole_heads(target: TargetConfig, text: Any) -> None:
 
 def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
-    draft tokens of a request in one step, 0 without speculation. Raises as `require_room`."""
+    draft tokens of a request in one step, 0 without speculation."""
     import torch
 
     from specactor_ray.core.device import device_bytes
@@ -95,7 +95,6 @@ def engine_arguments(config: TargetConfig, max_drafts: int) -> dict[str, Any]:
     from specactor_ray.models.shapes import GIB
     from specactor_ray.target.sizes import beside_the_cache
 
-    require_room(config, max_drafts)
     source, revision = locate_model(config.model)
     cache, step_tokens = int(config.kv_cache_gb * GIB), max(config.max_step_tokens, config.max_batch)
     states = {"hidden_layers": list(config.hidden_layers), "record_margins": config.record_margins}

@@ -26,10 +26,9 @@ from specactor_ray.models import paged_cache, ragged_model
 from specactor_ray.models.batch_invariance import Invariant
 from specactor_ray.models.captured import StaticBatch
 from specactor_ray.models.cpu_attention import AttentionRules
-from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.hf import HfEngine
-from tests.attention import attending
+from tests.attention import attending_on_gpu
 from tests.by_name import extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.families import make_model
@@ -220,7 +219,7 @@ def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch:
     monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
     wanted = history(make(cache_bytes=8 << 20), 1)
     monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
-    with attending(attend_on_gpu, fused=make.__name__ == "eagle"):
+    with attending_on_gpu(fused=make.__name__ == "eagle"):
         device = FakeCapturer()
         assert history(make(cache_bytes=8 << 20, capturer=device, max_batch=6), 4) == wanted
     assert device.captures and device.launches > device.fetches
@@ -272,7 +271,7 @@ def test_padding_is_one_token_and_changes_no_bit_of_a_row(
     monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
     if make is make_dense:
         monkeypatch.setattr(torch.nn.functional, "linear", linear_by_rows)
-    with attending(attend_on_gpu), products_of_gpus(monkeypatch, Invariant()):
+    with attending_on_gpu(), products_of_gpus(monkeypatch, Invariant()):
         engines, device = list[Any](), FakeCapturer()
         for capturer in (device, None):
             engines.append(HfEngine(make(), record_margins=True, capturer=capturer, **limits))

@@ -19,8 +19,8 @@ from gpu_check.target import KERNELS
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import _paged_attention_triton as attention_kernels
-from specactor_ray.sampling import fused, keyed
 from specactor_ray.sampling import gpu as triton_kernels
+from specactor_ray.sampling import keyed
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.rules import Rules
@@ -168,7 +168,8 @@ def test_a_captured_step_finds_what_the_step_finds(small_blocks: None, filtered:
         places, drafts = torch.zeros(n + more, dtype=torch.int64), torch.zeros(40, dtype=torch.int64)
         places[:n], drafts[: sum(lengths)] = torch.tensor(positions), torch.from_numpy(arrays[2])
         slots = torch.arange(n + more)
-        packed = fused.verify(x, firsts, ends, drafts, longest, places, slots, Rules.over(words), ranks)
+        rows = x, firsts, ends, drafts, longest, places, Rules.over(words), ranks
+        packed = keyed.verify_on_device(*rows, slots, backend="triton")
         found = Found(packed[:n].numpy())
         assert np.array_equal(found.counts, want.counts) and np.array_equal(found.statuses, want.statuses)
         counted = np.arange(want.width) < want.counts[:, None]

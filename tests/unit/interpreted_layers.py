@@ -16,10 +16,9 @@ from torch.nn import functional
 from specactor_ray.models import _layers_triton as kernels
 from specactor_ray.models import layers, paged_cache, ragged_model
 from specactor_ray.models.batch_invariance import Invariant
-from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
 from specactor_ray.target.hf import HfEngine
-from tests.attention import attending
+from tests.attention import attending_on_gpu
 from tests.fakes.capturer import FakeCapturer
 from tests.families import make_model
 from tests.page_attention import same_bits
@@ -86,7 +85,7 @@ def test_keys_and_values_on_their_way_into_pages(
     angle, slots = made(1, tokens, angles // 2), torch.randperm(48, generator=torch.Generator().manual_seed(0))[:used]
     rotary = tuple(torch.cat([f(angle)] * 2, dim=-1).to(dtype) for f in (torch.cos, torch.sin))
     weights = made(2, dim, dtype=dtype), made(3, dim, dtype=dtype)
-    norms = None if norm is None else kernels.HeadNorms(*weights, 1e-5, norm)
+    norms = None if norm is None else (*weights, 1e-5, norm)
 
     def run(at: list[int] | slice) -> Any:
         pools = torch.zeros(3, 16, heads[1], dim, dtype=dtype), torch.zeros(3, 16, heads[1], value_dim, dtype=dtype)
@@ -153,7 +152,7 @@ def test_logits_are_those_of_transformers(kind: str, fused: set[str]) -> None:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         found = read(RaggedModel(model, 1 << 17), tokens[:11], tokens[11:])
     forms = {type(one.forward).__name__.strip("_") for one in model.modules() if "forward" in vars(one)}
     assert forms == fused
@@ -164,7 +163,7 @@ def test_logits_are_those_of_transformers(kind: str, fused: set[str]) -> None:
 def test_a_row_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `target.batch_invariant`: its proof at load takes the operators of fused layers."""
     monkeypatch.setattr(ragged_model, "invariant", lambda *_: Invariant())
-    with attending(attend_on_gpu, fused=True), monkeypatch.context() as patch:
+    with attending_on_gpu(fused=True), monkeypatch.context() as patch:
         patch.setattr(ragged_model, "_COMPANY", 20)
         model, tokens = load("qwen3", batch_invariant=True), np.arange(6)
         patch.undo()
@@ -178,7 +177,7 @@ def test_captured_steps_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, log-probabilities and states, bit for bit, of plain and drafted rows with padding."""
     monkeypatch.setattr(functional, "linear", linear_by_rows)
     found, device = [], FakeCapturer()
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         for capturer in (device, None):
             model = RaggedModel(make_model("qwen3", num_hidden_layers=1, vocab_size=512), 1 << 18, [0])
             turns = Turns(HfEngine(model, record_margins=True, capturer=capturer, max_batch=5, max_step_tokens=32), 2)
@@ -191,7 +190,7 @@ def test_new_weights_and_another_memory() -> None:
     """Weights of one product are parts of one tensor, and stay the model's under their names; after they went to
     another memory and back they are joined again."""
     tokens = np.arange(20)
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         model = load("qwen2")
         attention, names = model.model.model.layers[0].self_attn, list(model.model.state_dict())
         old = read(model, tokens)

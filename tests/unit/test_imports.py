@@ -99,7 +99,6 @@ LEAVES = (
     "target/vllm_weights.py",
     "sampling/gpu.py",
     "sampling/gpu_noise.py",
-    "sampling/fused.py",
     "integrations/verl.py",
     "models/_layers_triton.py",
     "models/_paged_attention_triton.py",

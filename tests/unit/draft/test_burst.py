@@ -21,10 +21,9 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.captured import Captured
-from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.shapes import step_sizes
-from tests.attention import attending
+from tests.attention import attending_on_gpu
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
@@ -383,6 +382,6 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
     seen = set[str]()
     without_kernels(monkeypatch)
     monkeypatch.setattr(burst, "candidates_on_device", zeros)
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         make(capturer=Watching(), max_batch=4)
     assert {"gather", "where", "index_copy_"} <= seen

@@ -19,7 +19,6 @@ from specactor_ray.core.machine import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import ragged_attention, ragged_model
 from specactor_ray.models.captured import Captured
-from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.shapes import longest_tail, step_sizes
 from specactor_ray.sampling import rules as sampling_rules
@@ -27,7 +26,7 @@ from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
 from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.target.hf import HfEngine
-from tests.attention import attending
+from tests.attention import attending_on_gpu
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids
 from tests.unit.engine_conformance import Driver, answers, requests, run
@@ -272,6 +271,6 @@ def test_nothing_in_a_decode_step_waits_for_the_device(monkeypatch: pytest.Monke
     seen = set[str]()
     without_kernels(monkeypatch)
     monkeypatch.setattr(hf, "verify_on_device", nothing)
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         raw(capturer=Watching(), max_batch=3, max_step_tokens=20, hidden_layers=[1])
     assert {"index_copy_", "copy_"} <= seen

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.core.errors import InputError
 from specactor_ray.models import cpu_attention
 from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, attend_pages
@@ -117,8 +116,3 @@ def test_views_are_read_in_place() -> None:
     rows = PageRows(np.array([[0, 1]], np.int32), np.array([0, 32]), np.array([32]))
     output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], rows, AttentionRules(32**-0.5))
     assert same_bits(output, attend([(one, 0, 32)])[0])
-
-
-def test_other_data_types_are_refused() -> None:
-    with pytest.raises(InputError, match="float32 and bfloat16, not torch"):
-        attend([(sequence(6, 10, 4, 2, 32, 32, torch.float16), 0, 10)])

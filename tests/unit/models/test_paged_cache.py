@@ -114,12 +114,3 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
     assert cache.reserve(row, 8) and cache.free_slots == before - 4, "it is the row's own again"
     write(cache, fork, [9])
     assert contents(cache, row) == list(range(6)) and contents(cache, fork) == [*range(6), 9]
-
-
-def test_rolling_forward_is_refused() -> None:
-    cache = PagedCache(SHAPES, 1 << 15, torch.float32, CPU)
-    rows = np.array([cache.open(8), cache.open(8)])
-    write(cache, rows[0], [1, 2])
-    with pytest.raises(ValueError, match="roll forward"):
-        cache.truncate(rows, 1)
-    assert cache.lengths[rows].tolist() == [2, 0]

