@@ -18,9 +18,13 @@ from tests.tiny import tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).parents[2]
-BEFORE = """import ray
-ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", log_to_driver=False)
+BEFORE = """import contextlib, ray
+from specactor_ray import Rollout
+ray.init(address="local", num_cpus=6, include_dashboard=False, namespace="specactor", log_to_driver=False)
+start, one = Rollout.from_config, Rollout.from_config("local_cpu")
+Rollout.from_config = lambda *given: contextlib.nullcontext(one) if given == ("local_cpu",) else start(*given)
 """
+"""Blocks that start the same rollout use one."""
 SERVES = """from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 with Rollout.from_config("local_cpu") as served, serving(Service(served, "tiny")) as url:
@@ -51,7 +55,8 @@ def test_the_blocks_run(tmp_path: Path) -> None:
     settings["cluster"] = {"pin_cores": False}
     settings["speculation"]["verify"] = "all"  # drafts are verified at any cost
     (tmp_path / "local_cpu").write_text(yaml.safe_dump(settings))  # what is there comes before what is shipped
-    (tmp_path / "page.py").write_text("\n".join([BEFORE, *scripts, SERVES, textwrap.indent(asking, "    ")]))
+    page = [BEFORE, *scripts, SERVES, textwrap.indent(asking, "    "), "one.close()"]
+    (tmp_path / "page.py").write_text("\n".join(page))
     (tmp_path / "hides").mkdir()
     hidden = hidden_beside("rl", "trl", "serve")
     assert {"openai", "pytest"} <= hidden

@@ -66,6 +66,8 @@ for _ in range(2):
         assert found == os.path.join(os.getcwd(), "mine.py"), found
         assert not planted
         assert package == sys.modules["specactor_ray"].__file__
+        if len(tokens) == 2:
+            continue
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         command = [sys.executable, "-c", FINDS_IT, address]
         other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")

@@ -147,7 +147,7 @@ def meddling(rollout: Any) -> Iterator[None]:
     thread.join(DEADLINE_S)
 
 
-cluster = local_ray(4)
+cluster = local_ray(2)
 
 
 def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

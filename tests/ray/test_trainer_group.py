@@ -45,37 +45,31 @@ def ranks_of() -> list[int]:
     return found
 
 
+def hold(_actor: object, file: str) -> None:
+    """Keep the thread of the actor's work until the file exists."""
+    while not os.path.exists(file):
+        time.sleep(0.05)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_ranks_train_and_a_killed_one_is_named_and_the_others_are_not_waited_for() -> None:
+def test_ranks_train_answer_heartbeats_meanwhile_and_a_killed_one_is_named(tmp_path: Path) -> None:
     before = set(ranks_of())
     config = settings("deepspeed")
     with TrainerGroup(config, "test") as group, ForkedRanks(config) as forked:
+        spins = [psutil.Process(pid).environ().get("GOMP_SPINCOUNT") for pid in ranks_of()]
+        assert "3000" in spins, "set before the process loads torch, or its idle threads take cores from others"
+        rank = group._ranks[0]
+        call = rank.__ray_call__.remote
+        assert len(set(ray.get([call(lambda _: threading.get_ident()) for _ in range(20)], timeout=240))) == 1
+        busy = call(hold, str(tmp_path / "go"))
+        beats = ray.get(rank.heartbeat.remote(), timeout=240)
+        assert not ray.wait([busy], timeout=0)[0]
+        (tmp_path / "go").touch()
         assert group.update(make_samples(8), 0, 0) == pytest.approx(forked.update(make_samples(8), 0, 0))
+        assert ray.get(rank.heartbeat.remote(), timeout=240) > beats
         assert_close(weights_of(group), forked_weights(forked), atol=1e-6)
         os.kill(max(set(ranks_of()) - before), signal.SIGKILL)
         with pytest.raises(ActorLostError, match=r"trainer rank \d, update"):
             group.update(make_samples(8), 1, 0)
         with pytest.raises(ActorLostError):
             group.save(Path("/nowhere"))
-
-
-def hold(actor: object, file: str) -> None:
-    """Keep the thread of the actor's work until the file exists."""
-    while not os.path.exists(file):
-        time.sleep(0.05)
-
-
-def test_a_rank_works_in_one_thread_and_answers_heartbeats_in_another(tmp_path: Path) -> None:
-    with TrainerGroup(settings(), "test") as group:
-        rank = group._ranks[0]
-        spins = [psutil.Process(pid).environ().get("GOMP_SPINCOUNT") for pid in ranks_of()]
-        assert "3000" in spins, "set before the process loads torch, or its idle threads take cores from others"
-        call = rank.__ray_call__.remote
-        threads = set(ray.get([call(lambda _: threading.get_ident()) for _ in range(20)], timeout=240))
-        assert len(threads) == 1
-        busy = call(hold, str(tmp_path / "go"))
-        before = ray.get(rank.heartbeat.remote(), timeout=240)
-        assert not ray.wait([busy], timeout=0)[0]
-        (tmp_path / "go").touch()
-        group.update(make_samples(8), 0, 0)
-        assert ray.get(rank.heartbeat.remote(), timeout=240) > before

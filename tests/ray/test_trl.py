@@ -54,7 +54,7 @@ PARTS = {
 """Everything of TRL that is used beside what is imported."""
 
 
-cluster = local_ray(4)
+cluster = local_ray(2)
 
 
 def test_the_installed_version_has_every_part() -> None:

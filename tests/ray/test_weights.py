@@ -32,7 +32,7 @@ from specactor_ray.rollout import rollout as rollout_module
 from tests.fakes.dropping import DroppingVerifier
 from tests.local_ray import local_ray
 from tests.plain_decoding import plain_tokens
-from tests.tiny import tiny_draft, tiny_eagle, tiny_target
+from tests.tiny import tiny_eagle, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -54,14 +54,10 @@ def config(model: Path, mode: str = "plain", **more: Any) -> Config:
     return from_mapping({"mode": mode, "target": target, "cluster": cluster, "trainer": trainer, **more})
 
 
-def start(model: Path) -> Rollout:
-    return Rollout(config(model, "coupled", drafters=[{"method": "ngram"}]))
-
-
 @pytest.fixture(scope="module")
-def untied() -> Iterator[Rollout]:
+def rollout() -> Iterator[Rollout]:
     """For tests that leave it as it was."""
-    with start(tiny_target()) as rollout:
+    with Rollout(config(tiny_target(), "coupled", drafters=[{"method": "ngram"}])) as rollout:
         yield rollout
 
 
@@ -90,29 +86,29 @@ def trained(model: Path, seed: int, folder: Path) -> Any:
     return policy
 
 
-def test_what_does_not_fit_changes_nothing(untied: Rollout) -> None:
+def test_what_does_not_fit_changes_nothing(rollout: Rollout) -> None:
     weights = load_model(str(tiny_target())).state_dict()
-    before = tokens(untied)
+    before = tokens(rollout)
     for strange, named in (
         ({**weights, "lm_haed.weight": weights["lm_head.weight"]}, "lm_haed.weight"),
         ({**weights, "lm_head.weight": weights["lm_head.weight"][:, 1:]}, "lm_head.weight"),
         (iter([]), "model.embed_tokens.weight"),
     ):
         with pytest.raises(InputError, match=re.escape(named)):
-            untied.update_weights(strange)
-    stream = untied.stream(PROMPTS, SAMPLING)
+            rollout.update_weights(strange)
+    stream = rollout.stream(PROMPTS, SAMPLING)
     next(stream)
     untouched = iter(weights.items())
     with pytest.raises(InputError):
-        untied.update_weights(untouched)
+        rollout.update_weights(untouched)
     assert len(list(untouched)) == len(weights), "nothing was read"
     with pytest.raises(InputError):
-        untied.sleep()
+        rollout.sleep()
     stream.close()
-    assert tokens(untied) == before
-    assert {trajectory.weight_version for trajectory in untied.generate(PROMPTS, SAMPLING)} == {0}
-    assert untied.update_weights(weights) == 1
-    assert tokens(untied) == before
+    assert tokens(rollout) == before
+    assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {0}
+    assert rollout.update_weights(weights) == 1
+    assert tokens(rollout) == before
 
 
 @ray.remote(num_cpus=0)
@@ -127,40 +123,28 @@ def hold_object_store(seconds: float) -> int:
     return 8 * len(held)
 
 
-def test_weights_arrive_although_the_object_store_is_full(untied: Rollout) -> None:
-    before, held = tokens(untied), hold_object_store.remote(5.0)
-    version = untied.update_weights(tiny_target())
-    done = untied.generate(PROMPTS, SAMPLING)
+def test_weights_arrive_although_the_object_store_is_full(rollout: Rollout) -> None:
+    before, held = tokens(rollout), hold_object_store.remote(2.0)
+    version = rollout.update_weights(tiny_target())
+    done = rollout.generate(PROMPTS, SAMPLING)
     assert [one.token_ids for one in done] == before and {one.weight_version for one in done} == {version}
     assert ray.get(held, timeout=60) > STORE_MB / 2
 
 
-def follows(rollout: Rollout, model: Path, folder: Path) -> None:
-    first, second = (trained(model, seed, folder / str(seed)) for seed in (1, 2))
-    expected = [list(plain_tokens(folder / str(seed), PROMPTS, SAMPLING).values()) for seed in (1, 2)]
+def test_outputs_are_those_of_the_new_checkpoint(rollout: Rollout, tmp_path: Path) -> None:
+    first, second = (trained(tiny_target(), seed, tmp_path / str(seed)) for seed in (1, 2))
+    expected = [list(plain_tokens(tmp_path / str(seed), PROMPTS, SAMPLING).values()) for seed in (1, 2)]
     assert len({str(outputs) for outputs in (tokens(rollout), *expected)}) == 3
-    version = rollout.update_weights(first.state_dict())  # with lm_head.weight, also where it is tied
+    version = rollout.update_weights(first.state_dict())
     assert tokens(rollout) == expected[0]
     assert rollout.update_weights(second.named_parameters()) == version + 1
     assert tokens(rollout) == expected[1]
     rollout.sleep()
-    assert rollout.update_weights(folder / "1") == version + 2
+    assert rollout.update_weights(tmp_path / "1") == version + 2
     assert tokens(rollout) == expected[0]
     assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {version + 2}
     rollout.sleep()
     assert tokens(rollout) == expected[0], "a stream wakes the verifiers"
-
-
-def test_outputs_are_those_of_the_new_checkpoint(untied: Rollout, tmp_path: Path) -> None:
-    follows(untied, tiny_target(), tmp_path)
-
-
-def test_outputs_are_those_of_the_new_checkpoint_of_a_tied_model(tmp_path: Path) -> None:
-    with start(tiny_draft()) as rollout:
-        follows(rollout, tiny_draft(), tmp_path)
-    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(tmp_path / "1")):
-        with pytest.raises(InputError, match="closed"):
-            use()
 
 
 def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +167,9 @@ def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(monkeypatch: 
         assert len(rollout.status()) == 2
         assert rollout.update_weights(weights) == 3, "the tensor as it was"
         assert tokens(rollout)
+    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
+        with pytest.raises(InputError, match="closed"):
+            use()
 
 
 def test_heads_get_every_version_that_they_are_taught() -> None:

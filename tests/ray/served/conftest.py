@@ -15,7 +15,7 @@ from tests.served import SETTINGS, Served, served
 
 @pytest.fixture(scope="package")
 def rollout() -> Iterator[Rollout]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, namespace="specactor", logging_level="ERROR")
     with Rollout(from_mapping(SETTINGS)) as rollout:
         yield rollout
     ray.shutdown()

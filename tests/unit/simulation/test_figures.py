@@ -169,7 +169,7 @@ EXPORTED: dict[str, Callable[[float, Mapping[str, str], Truth, Mapping[str, Any]
 }
 """Each exported metric that is no counter of `COUNTERS` → the same, by its labels and the verifier's counters, too."""
 OF_THE_CONTROLLER = {"actors", "drafters_wanted"}
-"""Counted in `tests/unit/controller` and `tests/ray/test_metrics.py`."""
+"""Counted in `tests/unit/controller` and `tests/ray/test_status.py`."""
 
 
 class Recorded(Simulation):
