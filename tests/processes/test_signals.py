@@ -75,14 +75,11 @@ def test_after_an_interruption_further_signals_change_nothing_until_the_end() ->
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_does_not_tear_the_end_of_a_connection(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_tear_the_end_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
     def leave() -> None:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         done.append("all of it")
 
     monkeypatch.setattr(connection, "_join", lambda _config, held: held.callback(leave))
@@ -145,8 +142,9 @@ def test_sigterm_never_tears_the_import_of_a_compiled_module() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("module", ["typer", "specactor_ray.trainer.run"])
+@pytest.mark.parametrize(
+    ("module", "number"), [("typer", signal.SIGTERM), ("specactor_ray.trainer.run", signal.SIGINT)]
+)
 def test_a_signal_while_a_command_loads_ends_it_in_order(tmp_path: Path, module: str, number: signal.Signals) -> None:
     (tmp_path / "sitecustomize.py").write_text(SENDER.format(module=module, number=int(number)))
     done = subprocess.run(

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +17,12 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
-from specactor_ray.actors.specs import VERIFIER
-from specactor_ray.cluster.backend import Demand, RayBackend, remove_left, start_here
+from specactor_ray.cluster.backend import remove_left, start_here
 from specactor_ray.cluster.connection import find_controller, list_runs
 from specactor_ray.cluster.names import CONTROLLER
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.controller import seating
 from specactor_ray.controller.controller import Controller, start_controller
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError
 from specactor_ray.core.leftovers import start_ticks
 from tests.fakes.actors import FakeDrafter, FakeVerifier
@@ -166,43 +163,6 @@ def test_a_run_that_does_not_fit_holds_nothing_and_starts_when_another_ends(run:
     ray.kill(second)
 
 
-def test_two_runs_that_do_not_fit_together_do_not_hold_half_each(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has two gangs of three CPUs; the other run's are requested between them."""
-    monkeypatch.setattr(seating, "VERIFIERS_PER_GROUP", 1)
-    between: list[Callable[[], object]] = []
-
-    class Interleaved(RayBackend):
-        def request(self, name: str, demands: Sequence[Demand]) -> Any:
-            if name.endswith("gang-1") and between:
-                wait_until(lambda: ray.available_resources().get("CPU", 0.0) == 3.0, "the first gang has room")
-                between.pop()()
-            return super().request(name, demands)
-
-    config = make_config(verifiers=2, ngram=2)
-    config.target.cores = 2
-    runs = [seating.Seating(name, config, Interleaved()) for name in ("a", "b")]
-    wanted = {VERIFIER: 2, "ngram": 2}
-
-    def complete() -> list[seating.Seating]:
-        for one in runs:
-            if not one.is_complete:
-                one.look(SYSTEM.now())
-        return [one for one in runs if one.is_complete]
-
-    try:
-        between.append(lambda: runs[1].form(wanted, SYSTEM.now()))
-        runs[0].form(wanted, SYSTEM.now())
-        (first,) = wait_until(complete, "one run has all its gangs")
-        first.close()
-        wait_until(lambda: len(complete()) == 2, "the other has all its gangs")
-    finally:
-        for one in runs:
-            one.close()
-    wait_until(lambda: not groups_left(), "all placement groups removed")
-
-
 def test_actors_end_with_a_killed_controller(cluster: Cluster) -> None:
     """The raylets and the driver live."""
     handle, _ = start_controller(make_config(verifiers=1, ngram=1), FAKES, QUICK)
@@ -306,10 +266,7 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
 
 
-STAGES = ["start_here", "Calls.ask", "RequestQueue", "its close", "spawn"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["start_here", "Calls.ask", "its close"])
 def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Twice, with the exceptions kept: a notebook keeps the last one."""
     from specactor_ray.cluster.calls import Calls
@@ -341,12 +298,8 @@ def test_an_interrupted_start_leaves_nothing(cluster: Cluster, monkeypatch: pyte
 
         monkeypatch.setattr(Calls, "ask", asked)
         monkeypatch.setattr(controller, "start_here", begun(controller.start_here))
-    elif stage == "RequestQueue":
-        monkeypatch.setattr(rollout.RequestQueue, "__init__", then_interrupted(lambda *_: None))
-    elif stage == "its close":
-        monkeypatch.setattr(rollout.RequestQueue, "__init__", then_interrupted(rollout.RequestQueue.__init__))
     else:
-        monkeypatch.setattr(rollout.Rollout, "_export_metrics", property(then_interrupted(lambda _self: None)))
+        monkeypatch.setattr(rollout.RequestQueue, "__init__", then_interrupted(rollout.RequestQueue.__init__))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt) as caught:
             rollout.Rollout(make_config())

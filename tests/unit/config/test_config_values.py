@@ -86,8 +86,6 @@ class TestReferences:
     @pytest.mark.parametrize(
         "options",
         [
-            '{a: {token: "${oc.env:SECRET}"}, b: "${data.options.a}"}',
-            '{a: {token: "${oc.env:SECRET}"}, b: "${.a}", c: ["${..b.token}"]}',
             '{a: [{x: "${oc.env:SECRET}"}], b: "${data.options.a[0]}", c: "${.b.x}", d: "<${.c}>"}',
             '{a: {x: "${oc.env:SECRET}"}, b: "${oc.select:data.options.a.x}", c: "${oc.dict.values:data.options.a}"}',
             '{a: SECRET, b: "${oc.env:${.a}}", c: {d: "${data.options.b}"}}',
@@ -105,14 +103,11 @@ class TestReferences:
         ("items", "key"),
         [
             (["target.max_batch=${oc.env:SECRET}"], "target.max_batch"),
-            (["target.dtype=${oc.env:SECRET}"], "target.dtype"),
-            (["run.name=${oc.env:SECRET}/x"], "run.name"),
             (["sampling.seed=${oc.env:SECRET}"], "sampling.seed"),
             (["run.name=${data.${oc.env:SECRET}}"], "run.name"),
             (['run.name=${oc.decode:"[${oc.env:SECRET}"}'], "run.name"),
             (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
             (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
-            (["cluster.address=${oc.env:SECRET}"], "cluster.address"),
             (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
         ],
     )

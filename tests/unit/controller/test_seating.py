@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from specactor_ray.actors.specs import VERIFIER
-from specactor_ray.cluster.backend import GroupFacts
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller import seating
-from specactor_ray.controller.fleet import Fleet
-from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.controller.seating import Seat, Seating
 from specactor_ray.simulation.cluster import Machines, VirtualBackend
 from specactor_ray.simulation.network import Node
@@ -26,18 +23,10 @@ START = {VERIFIER: 3, "ngram": 3}
 """Three gangs of two CPUs each, where a group has one verifier."""
 
 
-class CountingBackend(VirtualBackend):
-    queries = 0
-
-    def groups(self) -> Mapping[str, GroupFacts]:
-        self.queries += 1
-        return super().groups()
-
-
-def make_backend(machines: Machines) -> CountingBackend:
+def make_backend(machines: Machines) -> VirtualBackend:
     bench = Bench()
     never: Callable[..., Any] = lambda _actor: None  # noqa: E731
-    return CountingBackend(bench.network, machines, bench.driver, never, itertools.count())
+    return VirtualBackend(bench.network, machines, bench.driver, never, itertools.count())
 
 
 def make_config(verifiers: int = 2, ngram: int = 2) -> Any:
@@ -98,17 +87,8 @@ def test_each_group_of_verifiers_is_a_gang_with_its_share_of_draft_actors() -> N
     assert len(run.settled) == 12
 
 
-def test_a_verifier_and_its_draft_actors_are_near_each_other() -> None:
-    """Node 0 has room for a verifier of three CPUs, but not for its draft actors, too."""
-    machines = machines_of(3.0, 8.0)
-    machines.nodes.reverse()
-    run = Run("a", machines, {VERIFIER: 1, "ngram": 2})
-    run.look(0.1)
-    assert len({seat.node for seat in run.settled}) == 1
-
-
 @pytest.mark.usefixtures("single_groups")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_of_two_runs_in_a_cluster_for_one_and_a_half_one_starts_and_then_the_other(seed: int) -> None:
     machines = machines_of(9.0, seed=seed)
     a, b = Run("a", machines), Run("b", machines)
@@ -184,21 +164,6 @@ def test_a_gang_without_occupants_stays_while_its_seats_are_wanted() -> None:
     assert gang not in run.seating.gangs and len(run.machines.groups) == 2
 
 
-def test_after_the_loss_of_a_node_its_seats_move_and_the_others_stay() -> None:
-    machines = machines_of(2.0, 2.0, 2.0)
-    run = Run("a", machines, {VERIFIER: 2, "ngram": 2})
-    run.look(0.1)
-    before = {seat.stem: seat.node for seat in run.seating.seats}
-    lost = machines.nodes[0]
-    lost.alive = False
-    struck = [seat for seat in run.seating.seats if seat.node == ("node-0", "node-0")]
-    run.leave(*struck)
-    run.add([seat.key for seat in struck])
-    run.look(0.2)
-    for seat in run.seating.seats:
-        assert seat.node == (("node-2", "node-2") if seat in struck else before[seat.stem])
-
-
 def test_a_shortage_names_what_is_missing_and_the_runs_that_hold_it() -> None:
     machines = machines_of(8.0)
     evening = Run("evening", machines, {VERIFIER: 3, "ngram": 2})
@@ -210,19 +175,3 @@ def test_a_shortage_names_what_is_missing_and_the_runs_that_hold_it() -> None:
     for line in ("in all                   4 CPU", "free 3 CPU", "Missing: 1 CPU, 0 GPU"):
         assert line in table
     assert "Held by: other placement groups: 1 CPU, 0 GPU; run evening: 5 CPU, 0 GPU" in table
-
-
-def test_a_round_asks_once_for_all_placement_groups(caplog: pytest.LogCaptureFixture) -> None:
-    """And the resources in a message are those before the run's own placement groups."""
-    machines = machines_of(2.0)
-    backend = make_backend(machines)
-    config = make_config(verifiers=9, ngram=9)
-    fleet = Fleet(config, "run", backend, ReplacementLimits(), None)
-    fleet.settle_pending()
-    fleet.reconcile({VERIFIER: 9, "ngram": 9})
-    assert backend.queries == 0 and len(fleet.members) == 18
-    for member in fleet.members.values():
-        member.since -= 5.0
-    fleet.settle_pending()
-    assert backend.queries == 1
-    assert "not placed on the cluster yet" in caplog.text and "2 CPU, 0 GPU, free 2 CPU" in caplog.text

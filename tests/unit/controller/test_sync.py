@@ -199,19 +199,6 @@ class TestWeights:
         send(sync, late)
         assert late.serves and late.versions == [4]
 
-    def test_the_policy_does_not_wait_for_heads(self) -> None:
-        sync, head, verifier = make_sync(), HandMember("eagle"), HandMember(VERIFIER)
-        settle(sync, head, verifier)
-        sync.offer(lesson(1))
-        send(sync, head, verifier)
-        assert head.transport.open(head.actor_id, "load_weights")
-        sync.set_current(WeightSet(7, ()))
-        assert not in_place(sync, 7) and not sync.is_settled()
-        send(sync, verifier)
-        verifier.answer("load_weights")
-        send(sync, head, verifier)
-        assert in_place(sync, 7) and sync.is_settled() and head.acked == 0 and head.serves
-
     def test_one_that_cannot_take_weights_is_marked_dead(self) -> None:
         sync, first, second, lost = make_sync(), *(HandMember("eagle", index) for index in range(3))
         settle(sync, first, second, lost)
@@ -279,19 +266,6 @@ class TestWeights:
         sync.set_current(WeightSet(2, ("b",)))  # which is right
         settle(sync, first, second, late)
         assert in_place(sync, 2) and second.serves and late.serves
-
-    def test_answers_are_taken_after_the_version_is_given_up(self) -> None:
-        sync, members = make_sync(), [HandMember(VERIFIER, index) for index in range(3)]
-        sync.set_current(WeightSet(1, ("a",)))
-        send(sync, *members)
-        first, second, third = members
-        first.answer("load_weights", WeightsError("no head"))
-        send(sync, *members)
-        second.answer("load_weights", WeightsError("no head"))
-        third.answer("load_weights", ActorLostError("verifier-2 is gone"))
-        send(sync, *members)
-        assert "no head" in first.note and "no head" in second.note and second.error is None
-        assert isinstance(third.error, ActorLostError)
 
     def test_two_verifiers_that_fail_give_the_version_up_with_their_own_error(self) -> None:
         sync, gone = make_sync(), list[HandMember]()

@@ -36,20 +36,14 @@ def test_a_block_that_raises_leaves_the_old_file_and_nothing_else(tmp_path: Path
     assert names(tmp_path) == ["report.json"]
 
 
-def test_a_new_file_overwrites_none(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    write_text(path, "mine", new=True)
-    with pytest.raises(FileExistsError):
-        write_text(path, "other", new=True)
-    assert path.read_text() == "mine" and names(tmp_path) == ["report.json"]
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
 def test_files_have_the_mode_of_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         write_text(tmp_path / "one", "")
         write_text(tmp_path / "two", "", new=True)
+        with pytest.raises(FileExistsError):
+            write_text(tmp_path / "two", "other", new=True)
         save_config(from_mapping({}), tmp_path / "config.yaml")
         TrajectoryWriter(tmp_path).write({})
     finally:

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.identity import is_mixture, token_identity, uncovered
+from specactor_ray.core.identity import token_identity
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import identity_of, start_notes
@@ -35,29 +35,6 @@ def test_identity_holds_where_kernels_do_not_depend_on_the_batch(
     assert found.holds == holds and found.reason
     assert ("up to near-ties" in found.line) == (not holds)
     assert found.to_dict() == {"tokens_identical": holds, "reason": found.reason}
-
-
-@pytest.mark.parametrize(
-    ("backend", "method", "fits"),
-    [("hf", None, True), ("hf", "fp8", False), ("vllm", None, True), ("vllm", "fp8", True), ("vllm", "gptq", False)],
-)
-def test_quantized_weights_without_such_kernels_are_named(backend: str, method: str | None, fits: bool) -> None:
-    problem = uncovered(backend, {"quantization_config": {"quant_method": method}} if method else {})
-    assert bool(problem) != fits
-    assert fits or (f"quantized ({method})" in problem and f"target.backend={backend}" in problem)
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"num_local_experts": 8}, True),
-        ({"text_config": {"n_routed_experts": 64}}, True),
-        ({"num_experts": None, "num_local_experts": 0}, False),
-        ({"hidden_size": 8}, False),
-    ],
-)
-def test_mixtures_are_known_by_their_configuration(facts: dict[str, object], expected: bool) -> None:
-    assert is_mixture(facts) == expected
 
 
 def test_a_run_says_what_holds() -> None:

@@ -38,13 +38,6 @@ def test_lines_tell_rate_and_time_left_the_first_early(first: int, rate: str, le
     assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, {rate} tokens/s, ended after 13 s"
 
 
-def test_a_phase_that_never_began_says_nothing() -> None:
-    stream = io.StringIO()
-    with PhaseProgress(Console(file=stream), "rollouts", 0):
-        pass
-    assert stream.getvalue() == ""
-
-
 @pytest.mark.parametrize(("failed", "words"), [(1, ", 1 failed"), (0, "")])
 def test_a_rollout_without_a_terminal(failed: int, words: str) -> None:
     out, seconds = io.StringIO(), [0.0]
@@ -68,14 +61,6 @@ def test_a_rollout_on_a_terminal(width: int, words: str) -> None:
 
 def plain_text(line: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).split("\r")[-1].rstrip()
-
-
-def test_a_total_that_changes() -> None:
-    out = io.StringIO()
-    with PhaseProgress(Console(file=out, width=200), "training", 12, clock=lambda: 0.0) as progress:
-        progress.update(1, "step 2/12", 12)
-        progress.update(3, "step 3/3", 3)
-    assert out.getvalue() == "training: 100%, step 3/3, ended after 0 s\n"
 
 
 def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

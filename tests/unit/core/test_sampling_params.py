@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.errors import InputError, RangeError, clipped
+from specactor_ray.core.errors import RangeError, clipped
 from specactor_ray.core.types import SamplingParams
 from tests.tails import sample_rows
 
 NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
+TOKENS = "at most 65536 token ids, each from 0 to 2**31 - 1"
+TEXTS = "at most 64 texts, each of 1 to 256 characters"
 
 
 @pytest.mark.parametrize(
@@ -27,33 +29,21 @@ NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
         *(("logprobs", value, f"{WHOLE} 0 to 20") for value in (-1, 21, 1.5, True)),
         ("ignore_eos", 1, "true or false"),
         ("include_stop_str_in_output", None, "true or false"),
+        *(("stop_token_ids", value, TOKENS) for value in ([-1], [2**31], 5, [1.0], [1] * 65_537, np.ones(1, int))),
+        *(("stop", value, TEXTS) for value in ("a", [""], ["a" * 257], None, ["a"] * 65, np.array(["a"]))),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises(RangeError) as caught:
         SamplingParams(**{name: value})
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.key, again.value, again.allowed) == (f"sampling.{name}", clipped(value), f"be {allowed}")
+    assert (again.key, again.value) == (f"sampling.{name}", clipped(value)) and len(str(again)) < 400
+    assert again.allowed.partition(" ")[2] == allowed
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "max_tokens", "seed", "stop_token_ids"])
-def test_a_number_that_python_does_not_write_is_named_too(name: str) -> None:
-    with pytest.raises(InputError, match=f"sampling.{name} "):
-        SamplingParams(**{name: 10**5000})
-
-
-@pytest.mark.parametrize("stops", [[-1], [2**31], ["a"], 5, [1.0], [1] * 65_537, np.ones(1, int)])
-def test_stop_tokens_are_token_ids(stops: Any) -> None:
-    with pytest.raises(InputError, match="65536") as caught:
-        SamplingParams(stop_token_ids=stops)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("stops", ["a", [""], ["a" * 257], [5], None, ["a"] * 65, np.array(["a"])])
-def test_stop_texts_are_a_few_short_texts(stops: Any) -> None:
-    with pytest.raises(InputError, match=r"sampling\.stop .* 64 .* 256 "):
-        SamplingParams(stop=stops)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+def test_a_number_that_python_does_not_write_is_named_too() -> None:
+    with pytest.raises(RangeError, match=r"sampling\.seed "):
+        SamplingParams(seed=10**5000)
 
 
 def test_extreme_values_within_the_bounds_can_be_sampled() -> None:

@@ -63,8 +63,8 @@ TILE = 0.006
 
 
 @pytest.mark.parametrize(("tile_s", "position_s"), [(TILE, 0.0), (TILE, 1e-5), (0.0, TILE / 128)])
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("seed", range(2))
 def test_stairs_are_kept_and_noise_is_none(tile_s: float, position_s: float, noise: float, seed: int) -> None:
     """Steps of 100 to 900 positions: whole tiles of 128, or a line."""
     rng, cost = random.Random(seed), StepCost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,38 +98,32 @@ def test_batch_invariance_that_no_kernel_gives_is_refused(target: dict[str, Any]
     check(model, **target)
 
 
-def test_layers_that_do_not_exist_are_refused() -> None:
-    model = LlamaConfig(**LLAMA, max_position_embeddings=512)
-    last = model.num_hidden_layers - 1
-    check(model, hidden_layers=[0, last])
-    with pytest.raises(
-        ConfigError, match=rf"target\.hidden_layers: {last + 1} is no layer of .* 0 to {last}\. Fix: use"
-    ):
-        check(model, hidden_layers=[0, last + 1])
+LONG = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 12])
-def test_ranks_share_heads_evenly(ranks: int) -> None:
-    """Of 12 heads and 4 key/value heads; with more ranks than these, they are copied."""
-    model = LlamaConfig(**LLAMA, max_position_embeddings=512)
-    if ranks in (1, 2, 4, 12):
-        check(model, tensor_parallel=ranks)
-        return
-    with pytest.raises(ConfigError, match=r"12 attention heads and 4 key/value heads .* use one of 1, 2, 4, 12"):
-        check(model, tensor_parallel=ranks)
-
-
-@pytest.mark.parametrize(("backend", "stretched", "fits"), [("vllm", 0, 0), ("vllm", 1, 1), ("hf", 0, 0), ("hf", 1, 0)])
-def test_a_context_beyond_the_models(backend: str, stretched: int, fits: int) -> None:
-    """vLLM serves stretched positions beyond the context that the model names, `hf` does not."""
-    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4} if stretched else None
-    model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
-    check(model, max_model_len=512, backend=backend)
-    if fits:
-        check(model, max_model_len=513, backend=backend)
-        return
-    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
-        check(model, max_model_len=513, backend=backend)
+@pytest.mark.parametrize(
+    ("rope", "target", "problem"),
+    [
+        ("", {"hidden_layers": [0, 3], "max_model_len": 512}, ""),
+        ("", {"hidden_layers": [0, 4]}, r"target\.hidden_layers: 4 is no layer of .* 0 to 3\. Fix: use"),
+        *(("", {"tensor_parallel": ranks}, "") for ranks in (1, 2, 4, 12)),  # of 12 heads; 4 key/value heads are copied
+        ("", {"tensor_parallel": 3}, "12 attention heads and 4 key/value heads .* use one of 1, 2, 4, 12"),
+        ("", {"max_model_len": 513}, r"target\.max_model_len: 513, but m was made for 512 tokens"),
+        ("linear", {"max_model_len": 513}, ""),  # vLLM serves such positions beyond the context that the model names
+        ("linear", {"max_model_len": 513, "backend": "hf"}, "was made for 512"),
+        ("longrope", {"max_model_len": 513}, "was made for 512"),
+        ("dynamic", {"max_model_len": 513}, "was made for 512"),
+    ],
+)
+def test_models_are_held_to_what_they_have(rope: str, target: dict[str, Any], problem: str) -> None:
+    scaling = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4, **(LONG if rope == "longrope" else {})}
+    model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling if rope else None)
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check(model, **target)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +151,6 @@ def test_vllm_has_room_for_the_largest_window(overrides: dict[str, Any], key: st
     assert error.value.key == key
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_vllm_has_no_positions_beyond_such_contexts(kind: str) -> None:
-    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
-    if kind == "longrope":
-        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
-    model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
-    check(model, max_model_len=512, backend="vllm")
-    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
-        check(model, max_model_len=513, backend="vllm")
-
-
 def test_models_that_do_not_only_decode_or_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
         resolve(config_with(model="/nowhere"), HERE)
@@ -187,26 +171,16 @@ def test_a_cache_that_holds_no_whole_request() -> None:
     assert error.value.key == "target.kv_cache_gb"
     assert "use 0.005 or more" in error.value.fix and "target.max_model_len=896" in error.value.fix
     check(model, kv_cache_gb=1100 / 2**20, max_model_len=896)
-    with pytest.raises(ConfigError, match="holds 0 tokens") as error:
-        check(model, kv_cache_gb=200 / 2**20)
-    assert "max_model_len" not in error.value.fix
     check(model, backend="hf", kv_cache_gb=288 / 2**20)
-    check(model, backend="hf", kv_cache_gb=32 / 2**20, max_model_len=16)
     with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129") as error:
         check(model, backend="hf", kv_cache_gb=287 / 2**20)
     assert error.value.fix.endswith("or more, or sampling.max_tokens=127.")
-    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 128") as error:
-        check(model, kv_cache_gb=300 / 2**20)
-    assert error.value.fix.endswith("or sampling.max_tokens=127 and target.max_model_len=128."), (
-        "a context of 128 leaves no room for outputs of 128"
-    )
 
 
-@pytest.mark.parametrize(("mode", "page"), [("coupled", 16), ("decoupled", 16)])
-def test_a_drafters_cache_holds_a_page(mode: str, page: int) -> None:
+def test_a_drafters_cache_holds_a_page() -> None:
     def config(kv_cache_gb: float) -> Config:
         drafter = {"method": "draft_model", "model": str(tiny_draft()), "dtype": "float32", "kv_cache_gb": kv_cache_gb}
-        return from_mapping({"mode": mode, "target": {"model": str(tiny_target())}, "drafters": [drafter]})
+        return from_mapping({"mode": "coupled", "target": {"model": str(tiny_target())}, "drafters": [drafter]})
 
     with pytest.raises(ConfigError, match=r"drafters\.0\.kv_cache_gb: 1e-07 holds no page") as error:
         check_draft_models(config(1e-7), 512)
@@ -214,9 +188,8 @@ def test_a_drafters_cache_holds_a_page(mode: str, page: int) -> None:
     check_draft_models(config(least), 512)
     with pytest.raises(ConfigError, match=r"drafters\.0\.model: .* a vocabulary of 512 tokens, the target .* of 511\."):
         check_draft_models(config(least), 511)
-    shape = load_model_config(str(tiny_draft()))
-    bytes_ = page * token_bytes(shape, 4, row=ROW_BYTES)
-    assert bytes_ <= least * 2**30 < bytes_ + 2**11
+    page = 16 * token_bytes(load_model_config(str(tiny_draft())), 4, row=ROW_BYTES)
+    assert page <= least * 2**30 < page + 2**11
 
 
 def test_a_cache_is_that_of_each_rank() -> None:
@@ -261,12 +234,9 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts() -> No
     ("overrides", "note"),
     [
         ({"mode": "plain"}, "1 of 16 CPU cores are used; target.cores=16 uses more"),
-        ({"mode": "plain", "target": {"cores": 16}}, ""),
         ({"mode": "plain", "target": {"replicas": 3}}, "3 of 16 CPU cores are used; target.cores=5 uses more"),
         ({"mode": "plain", "target": {"gpus": 1, "cores": 1}}, ""),
-        ({"mode": "plain", "cluster": {"address": "auto"}}, ""),
         ({"mode": "plain", "target": {"cores": 16, "backend": "vllm"}}, "target.compiled=false starts sooner"),
-        ({"mode": "plain", "target": {"cores": 16, "backend": "vllm", "compiled": False}}, ""),
     ],
 )
 def test_idle_cores_and_a_start_that_compiles_are_announced(overrides: dict[str, Any], note: str) -> None:

@@ -87,14 +87,12 @@ def devices_of(config: Config) -> int:
             "target.model=big, and here it is other. Fix: name the summary",
         ),
         (None, ["target.dtype=bfloat16"], "target.dtype=float32, and here it is bfloat16"),
-        (None, ["target.gpus=1", "cluster.num_gpus=1"], "target.gpus=0, and here it is 1"),
         (None, ["target.backend=vllm"], "target.backend=hf, and here it is vllm"),
         (
             lambda costs: costs.update(ladder=[]),
             [],
             "no draft ladder.* Fix: name the summary of a longer",
         ),
-        (lambda costs: costs.update(verify={"1": []}), [], "cost of less than 2 sizes of verify steps"),
         (lambda costs: costs.pop("verify"), [], "is not sound: KeyError: 'verify'"),
     ],
 )
@@ -111,11 +109,6 @@ def test_costs_that_cannot_be_used_end_a_start(
 
 
 class TestResolve:
-    def test_an_explicit_mode_is_kept(self, file: Path) -> None:
-        config = auto(file, "mode=plain")
-        settled, lines = settle(config, HERE)
-        assert settled.mode is ModeName.plain and not lines
-
     def test_the_best_candidate_becomes_the_configuration(self, file: Path) -> None:
         config = auto(file, "target.dtype=auto")
         data = json.loads(file.read_text())
@@ -143,10 +136,6 @@ class TestResolve:
         drafter = resolved.drafters[0]
         assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
 
-    def test_the_trainer_keeps_its_cores(self, file: Path) -> None:
-        resolved, _ = plan_config(auto(file, "trainer.cores=1"), HERE)
-        assert machines.devices_of(resolved, trains=True).cores == 2
-
     def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
@@ -172,9 +161,6 @@ class TestResolve:
         file.write_text(json.dumps(data))
         resolved, plan = plan_config(auto(file, f"drafters=[{drafter}]"), HERE)
         assert resolved.mode is ModeName.plain and plan.notes[0] == reason
-
-    def test_a_method_without_draft_actors_may_get_some(self, file: Path) -> None:
-        assert plan_config(auto(file, "drafters.0.replicas=0"), HERE)[0].drafters[0].replicas > 0
 
     def test_lookups_find_no_more_than_in_that_run(self, file: Path, data: dict[str, Any]) -> None:
         often = make_plan(decoupled(auto(file)), load_costs(file), HERE, [ModeName.coupled]).chosen
@@ -232,27 +218,3 @@ class TestCommand:
         code, out, _ = self.run(capsys, *known)
         assert code == 0 and "\ncoupled ngram, " in out
         assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
-
-    @pytest.mark.parametrize(
-        ("arguments", "problem"),
-        [
-            (["profile=none.json"], "profile: there is no file none.json"),
-            (["profile=null"], "profile: is not set"),
-            (["drafters=[{method: medusa}]"], "'medusa' is not known"),
-            (["target.dtype=bfloat16"], "was measured with target.dtype=float32"),
-        ],
-    )
-    def test_mistakes(self, file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
-        code, _, err = self.run(capsys, "plan", *on(file), *arguments)
-        assert code == 2 and err.startswith("error: ") and problem in err
-
-    def test_a_bad_file_ends_a_rollout_before_it_begins(
-        self, file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        file.write_text(file.read_text()[:-40])
-        (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = [*on(file), f"target.model={tiny_model_dir}", f"data.path={tmp_path}/p.jsonl", "data.n=2"]
-        for command in (["rollout"], ["train"], ["bench", "rollout"]):
-            code, _, err = self.run(capsys, *command, *known, f"run.dir={tmp_path}/runs")
-            assert code == 2 and "is truncated or damaged" in err
-        assert not (tmp_path / "runs").exists()
