@@ -19,7 +19,7 @@ from specactor_ray.distill.training import EagleLearner, choose_samples, load_le
 from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.deepspeed_engine import Rendezvous
-from specactor_ray.learner.engine import SavedPart, WorkCounter
+from specactor_ray.learner.engine import SavedPart
 from specactor_ray.learner.trainer import Trainer
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.transport.messages import WeightSet
@@ -59,7 +59,7 @@ class OnlineDrafter:
         before = self._learner.version
         for batch in self._learner.batches(examples):
             self._learner.step(batch)
-            self._trainer.progress.tick()
+            self._trainer.tick()
         if self._learner.version == before:
             return None
         taught = self._learner.weights()
@@ -76,13 +76,13 @@ class TrainerActor:
         self._calls = calls if calls is not None else Calls()
         self._trainer: Trainer | None = None
         self._online: OnlineDrafter | None = None
-        self._progress = WorkCounter()
+        self._pieces = 0
         self._last: dict[str, tuple[Hashable, Any]] = {}
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> int:
         """A number that grows while the rank makes progress; answered also while another method runs."""
-        return self._progress.count
+        return self._pieces
 
     def find_port(self) -> tuple[str, int]:
         """An address of this node and a free port on it, for the rendezvous of the ranks."""
@@ -100,7 +100,7 @@ class TrainerActor:
         if not config.trainer.gpus:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed, which other packages import where it is installed
         torch.set_num_threads(threads)
-        self._trainer = Trainer(config, checkpoint, rendezvous, self._progress)
+        self._trainer = Trainer(config, checkpoint, rendezvous, self._tick)
         drafter = online_drafter(config)
         if drafter is not None:
             self._online = OnlineDrafter(drafter, config, self._trainer, self._calls)
@@ -137,7 +137,7 @@ class TrainerActor:
         weights = put_weights(
             version, trainer.buckets(), self._calls, layout=trainer.layout
         )  # all ranks gather together
-        trainer.progress.tick()
+        trainer.tick()
         return weights if trainer.rank == 0 else None
 
     def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:
@@ -150,6 +150,9 @@ class TrainerActor:
         result = work()
         self._last[method] = (key, result)
         return result
+
+    def _tick(self) -> None:
+        self._pieces += 1
 
     def _running(self) -> Trainer:
         if self._trainer is None:

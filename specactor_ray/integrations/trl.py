@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -127,7 +128,7 @@ class _Client(abc.ABC):
 
     def _log(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Add what drafts did in between to the metrics that TRL logs."""
-        committed, row_steps, supplied = (after[name] - before.get(name, 0.0) for name in _TOTALS)
+        committed, row_steps, supplied = (after[name] - before[name] for name in _TOTALS)
         if row_steps > 0:
             metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
             metrics["specactor/acceptance_length"].append(committed / row_steps)
@@ -199,7 +200,10 @@ class RolloutClient(_Client):
         return [(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
 
     def totals(self) -> Mapping[str, float]:
-        return _summed((row.name, row.value) for row in self._rollout.metric_rows())
+        totals = defaultdict[str, float](float)
+        for row in self._rollout.metric_rows():
+            totals[row.name] += row.value
+        return totals
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rollout.update_weights(self._whole(named_params))
@@ -243,8 +247,11 @@ class ServerClient(_Client):
             pool.shutdown(cancel_futures=True)
 
     def totals(self) -> Mapping[str, float]:
-        lines = (line.partition("{") for line in self._ask("/metrics", as_text=True).splitlines())
-        return _summed((name, float(rest.rpartition(" ")[2])) for name, _, rest in lines if name in _TOTALS)
+        totals = defaultdict[str, float](float)
+        for line in self._ask("/metrics", as_text=True).splitlines():
+            if (name := line.partition("{")[0]) in _TOTALS:
+                totals[name] += float(line.rpartition(" ")[2])
+        return totals
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
@@ -268,15 +275,6 @@ class ServerClient(_Client):
         if answer.is_error:
             raise InputError(f"{answer.url}: {answer.status_code}: {answer.text[:2000]}")
         return content
-
-
-def _summed(values: Iterable[tuple[str, float]]) -> Mapping[str, float]:
-    """Sum over the verifiers of each of `_TOTALS`."""
-    sums = dict.fromkeys(_TOTALS, 0.0)
-    for name, value in values:
-        if name in sums:
-            sums[name] += value
-    return sums
 
 
 def _parts(prompts: Sequence[Sequence[int]], n: int) -> Iterator[range]:

@@ -17,7 +17,7 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter, parameter_groups
+from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine, parameter_groups
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -90,11 +90,11 @@ class DeepSpeedEngine(TorchEngine):
         config: TrainerConfig,
         rendezvous: Rendezvous,
         device: torch.device,
-        progress: WorkCounter,
+        tick: Tick,
     ) -> None:
         import deepspeed
 
-        self._progress = progress
+        self._tick = tick
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy
@@ -110,7 +110,7 @@ class DeepSpeedEngine(TorchEngine):
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last:
             self._engine.step()
-        self._progress.tick()
+        self._tick()
 
     def step(self, learning_rate: float) -> float:
         norm = largest = float(self.over_ranks(self._largest_gradient(), maximum=True))
@@ -122,7 +122,7 @@ class DeepSpeedEngine(TorchEngine):
             norm = math.inf if left_out else max(float(self._engine.get_global_grad_norm()), largest)
         else:
             self.skip()
-        self._progress.tick()
+        self._tick()
         return norm
 
     def _largest_gradient(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class DeepSpeedEngine(TorchEngine):
         def save_one(state_dict: Any, path: str) -> None:
             with part.writing(Path(path)):
                 type(files).save(files, state_dict, path)
-            self._progress.tick()
+            self._tick()
 
         files.save = save_one
         # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.

@@ -1,12 +1,12 @@
-"""The policy, a causal language model that scores its outputs, and its optimizer in one process; a rank's progress, and
-its part of a checkpoint."""
+"""The policy, a causal language model that scores its outputs, and its optimizer in one process; a rank's part of a
+checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +21,8 @@ from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_t
 _STATE_FILE = "optimizer.pt"
 
 
-class WorkCounter:
-    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. If the count does not change
-    during work, the rank hangs."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def tick(self) -> None:
-        """Count one more piece."""
-        self.count += 1
+Tick = Callable[[], None]
+"""Called after each piece of work: a micro-batch, an optimizer step, a bucket, a file. A rank without any hangs."""
 
 
 @dataclass(slots=True)
@@ -134,11 +124,10 @@ class PolicyModel(nn.Module):
 
 
 class TorchEngine:
-    """AdamW over a float32 policy in one process; the interface of every engine. `progress` counts micro-batches,
-    optimizer steps and files."""
+    """AdamW over a float32 policy in one process; the interface of every engine."""
 
-    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter) -> None:
-        self.policy, self._config, self._progress = policy, config, progress
+    def __init__(self, policy: PolicyModel, config: TrainerConfig, tick: Tick = lambda: None) -> None:
+        self.policy, self._config, self._tick = policy, config, tick
         self._forward: Any = policy
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
@@ -152,7 +141,7 @@ class TorchEngine:
         """Forward pass of the policy, or of another model; with gradients unless inside `torch.no_grad`."""
         with autocast(self.device, self._config.dtype):
             scores: TokenScores = (self._forward if model is None else model)(batch)
-        self._progress.tick()
+        self._tick()
         return scores
 
     @torch.no_grad()
@@ -172,13 +161,13 @@ class TorchEngine:
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulate gradients; `last` marks the last call of an optimizer step. Gradients of all ranks are summed."""
         loss.backward()
-        self._progress.tick()
+        self._tick()
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, and drop the gradients; without an update if they are 0 or not finite. Returns the norm before
         clipping, which is 0 only if every element is."""
         norm = clipped_step(self._optimizer, self._config.max_grad_norm, learning_rate)
-        self._progress.tick()
+        self._tick()
         return norm
 
     def skip(self) -> None:
@@ -200,7 +189,7 @@ class TorchEngine:
         state = {"optimizer": self._optimizer.state_dict(), "heads": {} if head is None else head.state_dict()}
         with part.writing(folder / _STATE_FILE):
             torch.save(state, folder / _STATE_FILE)
-        self._progress.tick()
+        self._tick()
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`; the model's weights were loaded already."""

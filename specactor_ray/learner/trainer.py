@@ -1,4 +1,8 @@
-"""One rank of the trainer: the policy, its update, its weights for others, and its files. Independent of Ray."""
+"""One rank of the trainer: the policy, its update, its weights for others, and its files. Independent of Ray.
+
+Forwards of the policy are compared at load with transformers' eager forward in evaluation mode, whatever else is in the
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, TrainerBackend
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.learner.algorithms import make_recipe, uses_values
-from specactor_ray.learner.batching import Sample
+from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter
-from specactor_ray.learner.forward import attend_as_in_eager_mode
+from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.loading import load_model, load_tokenizer, named_weights
+from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, wrong_value_errors
+from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 from specactor_ray.models.training import recompute_layers
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
@@ -30,20 +36,20 @@ class Trainer:
     """Holds the policy, of a checkpoint or of `target.model`, and trains it. `rendezvous`: where deepspeed's ranks
     meet. Raises ModelLoadError, and ConfigError if the back end is not installed."""
 
-    def __init__(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, progress: WorkCounter) -> None:
-        self._config, self.progress = config, progress
+    def __init__(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, tick: Tick) -> None:
+        self._config, self.tick = config, tick
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
         recipe, source = make_recipe(config), str(checkpoint / WEIGHTS) if checkpoint else config.target.model
         if config.trainer.backend is TrainerBackend.deepspeed:
             join(rendezvous, self._device)
             policy = self._make_policy(source, recipe)
-            self.engine: TorchEngine = DeepSpeedEngine(policy, config.trainer, rendezvous, self._device, progress)
+            self.engine: TorchEngine = DeepSpeedEngine(policy, config.trainer, rendezvous, self._device, tick)
         else:
-            self.engine = TorchEngine(self._make_policy(source, recipe), config.trainer, progress)
-        progress.tick()
+            self.engine = TorchEngine(self._make_policy(source, recipe), config.trainer, tick)
+        tick()
         if checkpoint:
             self.engine.load(checkpoint / ENGINE)
-            progress.tick()
+            tick()
         reference = None
         if config.algorithm.kl_coef:
             reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
@@ -75,7 +81,7 @@ class Trainer:
         ):  # of at most 4 bytes each
             with self.engine.gathered(_parameters(chosen)):
                 yield pack(chosen, layout.dtypes) if self.rank == 0 else None
-            self.progress.tick()
+            self.tick()
 
     def save(self, folder: Path) -> SavedPart:
         """Write the model (in the format of transformers, rank 0) and the engine's state (every rank). Disk errors are
@@ -92,25 +98,25 @@ class Trainer:
             with self.engine.gathered(_parameters([(name, weight)])):
                 if self.rank == 0:
                     state[name] = weight.detach().to("cpu", copy=True)
-            self.progress.tick()
+            self.tick()
         if self.rank == 0:
             target = self._config.target
             tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             with quiet_transformers(), part.writing(folder / WEIGHTS):
                 self.engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
-            self.progress.tick()
+            self.tick()
         return part
 
     def _make_policy(self, source: str, recipe: AlgorithmConfig) -> PolicyModel:
         model = self._load(source).requires_grad_(True)
         if self._config.trainer.gradient_checkpointing:
             recompute_layers(model)
-        self.progress.tick()
+        self.tick()
         temperature = self._config.sampling.temperature
         policy = PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
         attend_as_in_eager_mode(policy)
-        self.progress.tick()
+        self.tick()
         return policy
 
     def _load(self, name: str) -> Any:
@@ -126,3 +132,63 @@ def _numel(weight: torch.Tensor) -> int:
 def _parameters(weights: Sequence[tuple[str, torch.Tensor]]) -> list[torch.nn.Parameter]:
     """Those of which ranks may hold a share; every rank has whole buffers."""
     return [weight for _, weight in weights if isinstance(weight, torch.nn.Parameter)]
+
+
+# ---- forwards of the policy beside transformers' ----
+
+
+def attend_as_in_eager_mode(policy: PolicyModel) -> None:
+    """Give a loaded policy eager attention if its own form leaves something out: SDPA has no soft cap of scores, and
+    what else differs shows in a comparison, of a sequence alone, beside a longer one and beside a shorter one.
+    ModelLoadError: with eager attention, too, a sequence has other log-probabilities than in transformers."""
+    model = policy.model
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    try:
+        found = _difference(policy)
+        if found and model.config._attn_implementation != "eager":
+            model.set_attn_implementation("eager")
+            found = _difference(policy)
+    except torch.OutOfMemoryError:
+        raise
+    except wrong_value_errors() as error:
+        found = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if found:
+        raise ModelLoadError(
+            f"{type(model).__name__} does not give the log-probabilities of transformers in a micro-batch of the "
+            f"trainer: {found}. Fix: train another model"
+        )
+
+
+def _difference(policy: PolicyModel) -> str:
+    """Where the policy differs from transformers by more than rounding explains; empty if it does not."""
+    long = probe_model(policy.model)
+    tokens = long.token_ids[::-1][: max(len(long.token_ids) // 3, 2)].copy()
+    short = long._replace(token_ids=tokens, logprobs=eager_logprobs(policy.model, tokens))
+    exact = policy.model.dtype == torch.float32
+    (alone,) = _logprobs(policy, [long.token_ids])
+    with_shorter, with_longer = _logprobs(policy, [long.token_ids, short.token_ids])
+    for what, truth, found in (
+        ("alone", long, alone),
+        ("beside a shorter one", long, with_shorter),
+        ("beside a longer one", short, with_longer),
+    ):
+        if far := far_from(truth, found, exact):
+            return f"those of a sequence {what} differ by {far}"
+    return ""
+
+
+@torch.no_grad()
+def _logprobs(policy: PolicyModel, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """float32 `(n - 1,)` for each row of `n` tokens in one micro-batch: log-probabilities at temperature 1 of all its
+    tokens but the first."""
+    samples = [
+        Sample(row[:1], row[1:], np.zeros(len(row) - 1, np.float32), 0.0, 0.0, np.ones(len(row) - 1, np.bool_))
+        for row in (row.astype(np.int64) for row in rows)
+    ]
+    temperature, policy.temperature = policy.temperature, 1.0
+    try:
+        scores = policy(collate(samples, range(len(samples))).to(policy.model.device)).logprobs
+    finally:
+        policy.temperature = temperature
+    return [found[: len(row) - 1].cpu().numpy() for found, row in zip(scores, rows, strict=True)]

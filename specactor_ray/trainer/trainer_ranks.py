@@ -252,11 +252,6 @@ class TrainerGroup(TrainerRanks):
         trainer = self._config.trainer
         limit_s = self._config.cluster.start_timeout_s
         asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
-        waiting = list(asked)
-        while waiting:
-            for call in self._calls.wait(waiting, math.inf):
-                call.result()  # raises the first error
-                waiting.remove(call)
         places = [call.result() for call in asked]
         address, port = places[0]
         if all(place[0] == address for place in places):

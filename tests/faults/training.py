@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.actors.trainer import TrainerActor
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.engine import SavedPart, WorkCounter
+from specactor_ray.learner.engine import SavedPart, Tick
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.simulation.kernel import VirtualClock
@@ -52,14 +52,14 @@ def learn(weights: int, samples: int, step: int) -> int:
 class _Rank:
     """What `learner.trainer.Trainer` is to the actor: one rank's state and work."""
 
-    def __init__(self, rank: int, weights: int, clock: VirtualClock, progress: WorkCounter) -> None:
+    def __init__(self, rank: int, weights: int, clock: VirtualClock, tick: Tick) -> None:
         self.rank, self.weights = rank, weights
-        self._clock, self._progress = clock, progress
+        self._clock, self.tick = clock, tick
 
     def update(self, samples: Sequence[int], step: int, seed: int) -> dict[str, float]:
         for _ in range(_MICRO_BATCHES):
             self._clock.work(_MICRO_BATCH_S)
-            self._progress.tick()
+            self.tick()
         self.weights = learn(self.weights, samples[0], step)
         return {"skipped": 0.0, "grad_norm": 1.0, "weights": self.weights}
 
@@ -70,7 +70,7 @@ class _Rank:
         with part.writing(file):
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self.weights), encoding="utf-8")
-        self._progress.tick()
+        self.tick()
         return part
 
 
@@ -78,9 +78,9 @@ class SimulatedTrainerActor(TrainerActor):
     """The product's trainer actor, without a model."""
 
     def __init__(self, actor: VirtualActor, simulation: Simulation, rank: int, weights: int) -> None:
-        self._online, self._progress, self._last = None, WorkCounter(), {}
+        self._online, self._pieces, self._last = None, 0, {}
         clock = VirtualClock(simulation.kernel, actor.process)
-        self._trainer: Any = _Rank(rank, weights, clock, self._progress)
+        self._trainer: Any = _Rank(rank, weights, clock, self._tick)
         self._transport = VirtualTransport(simulation.network, actor)
 
     def _export(self, version: int) -> WeightSet | None:

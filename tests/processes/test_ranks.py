@@ -20,7 +20,7 @@ from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere, Trai
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.learner import deepspeed_engine
-from specactor_ray.learner.engine import SavedPart, WorkCounter
+from specactor_ray.learner.engine import SavedPart
 from specactor_ray.models.loading import load_model, tied
 from specactor_ray.models.probe import eager_logprobs
 from specactor_ray.models.weight_buckets import unpack
@@ -289,7 +289,7 @@ def save_and_spoil(stage: int, folder: Path) -> None:
 
     model = torch.nn.Linear(4, 4)
     engine = deepspeed_engine.DeepSpeedEngine(
-        model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), WorkCounter()
+        model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), lambda: None
     )
     train_once(engine)
     with engine.gathered([model.weight]):

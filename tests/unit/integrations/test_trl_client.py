@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -10,16 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.integrations import trl
-from specactor_ray.integrations.trl import ServerClient
+from specactor_ray.integrations.trl import RolloutClient, ServerClient
+from specactor_ray.models.loading import named_weights
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.serve.requests import MOST_CHOICES
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits
 from tests.fakes.scripted_queue import ScriptedQueue, make_service, tokenizer
+from tests.families import make_model
 
 SAMPLING = SamplingParams(max_tokens=2, seed=9, ignore_eos=True)
 
@@ -36,36 +38,14 @@ def expected(number: int, sample: int) -> list[int]:
     return [10 + (seed + at) % 300 for at in range(2)]
 
 
-def test_more_completions_than_a_request_may_have() -> None:
-    prompts = [[1 + number % 300] for number in range(MOST_CHOICES // 2 + 3)]
-    engine = ScriptedQueue()
-    done = outputs(prompts, 3, engine)
-    assert [ids for ids, _ in done] == [
-        expected(number, sample) for number in range(len(prompts)) for sample in range(3)
-    ]
-    assert all(logprobs == [-0.5, -0.5] for _, logprobs in done) and len(done) > MOST_CHOICES
-
-
-def test_more_bytes_than_a_request_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_request_may_have_and_a_full_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "_MOST_BYTES", 4000)
-    prompts = [[300] * 400 for _ in range(12)]  # 2 kB each
-    done = outputs(prompts, 2, ScriptedQueue(), Limits(max_body_bytes=5000))
-    assert [ids for ids, _ in done] == [expected(number, sample) for number in range(12) for sample in range(2)]
-
-
-def test_parts_stay_below_both_limits() -> None:
-    prompts = [[151_000] * 16_000] * 600
-    size = len(json.dumps(prompts[0]))
-    parts = list(trl._parts(prompts, 8))
-    assert [number for part in parts for number in part] == list(range(600))
-    assert all(len(part) * 8 <= trl._MOST_CHOICES and len(part) * size < Limits().max_body_bytes for part in parts)
-    assert list(trl._parts([[1]] * 3, 1000)) == [range(1), range(1, 2), range(2, 3)]
-
-
-def test_a_full_server_is_waited_for() -> None:
-    engine = ScriptedQueue(max_waiting=64)
-    done = outputs([[1]] * 40, 8, engine)
+    prompts = [[300] * 400 for _ in range(40)]  # 2 kB each
+    done = outputs(prompts, 8, ScriptedQueue(max_waiting=64), Limits(max_body_bytes=5000))
     assert [ids for ids, _ in done] == [expected(number, sample) for number in range(40) for sample in range(8)]
+    assert all(logprobs == [-0.5, -0.5] for _, logprobs in done) and len(done) > trl._MOST_CHOICES
+    assert trl._MOST_CHOICES <= MOST_CHOICES and Limits().max_body_bytes > trl._MOST_BYTES
+    assert list(trl._parts([[1]] * 3, 1000)) == [range(1), range(1, 2), range(2, 3)]
 
 
 def test_what_drafts_did_is_logged_by_trl() -> None:
@@ -83,6 +63,19 @@ def test_what_drafts_did_is_logged_by_trl() -> None:
         client._log(before, client.totals())
     logged = {"specactor/acceptance_length": [1.5], "specactor/drafted_share": [0.25]}
     assert metrics["train"] == logged and not metrics["eval"]
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "llama-tied"])
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_a_model_arrives_whole(name: str, all_of_it: bool) -> None:
+    """TRL sends parameters; the buffers of the trained model come after them."""
+    model, client = make_model(name), object.__new__(RolloutClient)
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    client._trainer = SimpleNamespace(accelerator=accelerator, model=model)
+    pairs: Any = named_weights(model) if all_of_it else model.named_parameters()
+    sent = list(client._whole(pairs))
+    assert sorted(key for key, _ in sent) == sorted(key for key, _ in named_weights(model)), "each once"
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in sent)
 
 
 def test_a_rollout_of_this_process_needs_no_httpx() -> None:

@@ -50,25 +50,14 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.specactor\.target\.max_bach"):
             configuration(section, "org/model", False, False)
 
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("pipeline_model_parallel_size", 2),
-            ("expert_parallel_size", 8),
-            ("repetition_penalty", 1.1),
-            ("logprobs_mode", "raw_logprobs"),
-            ("quantization", "fp8"),
-            ("qat", {"enable": True}),
-            ("enable_rollout_routing_replay", True),
-            ("disaggregation", {"enabled": True}),
-            ("checkpoint_engine", {"backend": "nccl"}),
-        ],
-    )
-    def test_what_cannot_be_served_is_refused_by_its_key(self, key: str, value: Any) -> None:
-        with pytest.raises(ConfigError, match=rf"^actor_rollout_ref\.rollout\.{key}"):
-            require_supported(rollout(**{key: value}), {})
-
-    def test_adapters_are_served_only_when_they_are_merged(self) -> None:
+    def test_what_cannot_be_served_is_refused_by_its_key(self) -> None:
+        """Adapters are served only when they are merged."""
+        settings = {"pipeline_model_parallel_size": 2, "expert_parallel_size": 8, "repetition_penalty": 1.1}
+        settings |= {"logprobs_mode": "raw_logprobs", "quantization": "fp8", "qat": {"enable": True}}
+        settings |= {"enable_rollout_routing_replay": True, "disaggregation": {"enabled": True}}
+        for key, value in {**settings, "checkpoint_engine": {"backend": "nccl"}}.items():
+            with pytest.raises(ConfigError, match=rf"^actor_rollout_ref\.rollout\.{key}"):
+                require_supported(rollout(**{key: value}), {})
         for model in ({"lora_rank": 8}, {"lora": {"rank": 8, "merge": False}}):
             with pytest.raises(ConfigError, match=r"model\.lora"):
                 require_supported(rollout(), OmegaConf.create(model))

@@ -1,7 +1,8 @@
-"""The formulas against numbers worked out by hand."""
+"""The formulas against numbers worked out by hand. Those of a whole step are in `test_recomputation.py`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.training_schema import AlgorithmConfig, AlgorithmName, LossAggregation
+from specactor_ray.config.training_schema import AlgorithmConfig
 from specactor_ray.learner.algorithms import (
     SAME_REWARD,
     clipped_policy_loss,
@@ -18,37 +19,21 @@ from specactor_ray.learner.algorithms import (
     kl_loss,
     make_recipe,
     output_advantages,
-    shaped_rewards,
-    token_weights,
     truncated_importance_weights,
     value_loss,
 )
-
-GRPO, RLOO = AlgorithmConfig(AlgorithmName.grpo), AlgorithmConfig(AlgorithmName.rloo)
 
 
 def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
     torch.testing.assert_close(actual.float(), torch.tensor(expected, dtype=torch.float32), atol=atol, rtol=0)
 
 
-def test_advantages_of_groups() -> None:
-    spread = math.sqrt(4 * 0.25 / 3)  # four deviations of a half, three degrees of freedom
-    expected = [[0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread], [0.0] * 4]
-    close(output_advantages(GRPO, torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]])), expected)
-    unscaled = AlgorithmConfig(AlgorithmName.grpo, scale_by_std=False)
-    close(output_advantages(unscaled, torch.tensor([[1.0, 0.0, 0.0, 1.0]])), [[0.5, -0.5, -0.5, 0.5]])
-    # 4 - mean(1, 1) = 3; 1 - mean(4, 1) = -1.5
-    close(output_advantages(RLOO, torch.tensor([[4.0, 1.0, 1.0]])), [[3.0, -1.5, -1.5]])
-
-
-@pytest.mark.parametrize(("reward", "size"), [(10.1, 8), (0.1, 31), (-3.3, 2), (1e6 / 3, 31)])
-def test_equal_rewards_give_no_advantage(reward: float, size: int) -> None:
+def test_nearly_equal_rewards_give_no_advantage() -> None:
     """The mean of equal rewards is off by rounding, which the division by their deviation would make much of."""
-    rewards = torch.full((1, size), reward)
-    for recipe in (GRPO, RLOO):
-        close(output_advantages(recipe, rewards), [[0.0] * size], atol=0)
-    rewards[0, 0] += SAME_REWARD / 2
-    close(output_advantages(GRPO, rewards), [[0.0] * size], atol=0)
+    for name, reward, size in itertools.product(("grpo", "rloo"), (10.1, -3.3, 1e6 / 3), (2, 31)):
+        rewards = torch.full((1, size), reward, dtype=torch.float64)
+        rewards[0, 0] += SAME_REWARD / 2
+        close(output_advantages(recipe_of(name), rewards), [[0.0] * size], atol=0)
 
 
 def test_generalized_advantages() -> None:
@@ -66,15 +51,6 @@ def test_generalized_advantages() -> None:
 def recipe_of(algorithm: str, **more: Any) -> AlgorithmConfig:
     settings = {"mode": "plain", "algorithm": {"name": algorithm, **more}, "sampling": {"max_tokens": 32}}
     return make_recipe(from_mapping(settings))
-
-
-def test_dapo_punishes_long_outputs_softly() -> None:
-    lengths, rewards = [5, 28, 29, 30, 32, 40], [1.0] * 6
-    shaped = shaped_rewards(recipe_of("dapo"), rewards, lengths, max_tokens=32)
-    close(shaped, [1.0, 1.0, 0.75, 0.5, 0.0, 0.0])
-    close(shaped_rewards(recipe_of("grpo"), rewards, lengths, max_tokens=32), rewards)
-    wider = shaped_rewards(recipe_of("grpo", overlong_buffer=8), rewards, lengths, max_tokens=32)
-    close(wider, [1.0, 0.5, 0.375, 0.25, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -115,20 +91,17 @@ def test_kl(drift: float) -> None:
     torch.testing.assert_close(expected, exact, atol=1e-12, rtol=1e-9)
 
 
-def test_weights_of_tokens() -> None:
+def test_importance_weights_are_capped() -> None:
     train, rollout = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
     close(truncated_importance_weights(train, rollout, cap=2.0), [[1.0, 2.0, math.exp(-2.0)]])
-    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    by_sample, alike = ([[1 / 6] * 3 + [0.0], [0.5, 0.0, 0.0, 0.0]], [[0.25] * 3 + [0.0], [0.25, 0.0, 0.0, 0.0]])
-    close(token_weights(recipe_of("grpo"), mask, 4), by_sample)
-    close(token_weights(recipe_of("rloo"), mask, 4), alike)
-    constant = recipe_of("grpo", loss_aggregation=LossAggregation.constant.value)
-    close(token_weights(constant, mask, 4), [[0.125] * 3 + [0.0], [0.125, 0.0, 0.0, 0.0]])
 
 
-@pytest.mark.parametrize(
-    ("staleness", "algorithm", "cap"), [(0, {}, None), (1, {}, 2.0), (1, {"importance_cap": 5.0}, 5.0)]
-)
-def test_older_weights_are_corrected_for(staleness: int, algorithm: dict[str, float], cap: float | None) -> None:
-    config = from_mapping({"mode": "plain", "trainer": {"max_staleness": staleness}, "algorithm": algorithm})
-    assert make_recipe(config).importance_cap == cap
+def test_what_a_recipe_leaves_to_the_algorithm() -> None:
+    defaults = {"dapo": (4, 0.28, True, "token"), "grpo": (0, 0.2, False, "sequence")}
+    for name, expected in defaults.items():
+        recipe = recipe_of(name)
+        found = (recipe.overlong_buffer, recipe.clip_high, recipe.dynamic_sampling, recipe.loss_aggregation)
+        assert found == expected
+    for staleness, given, cap in ((0, {}, None), (1, {}, 2.0), (1, {"importance_cap": 5.0}, 5.0)):
+        config = from_mapping({"mode": "plain", "trainer": {"max_staleness": staleness}, "algorithm": given})
+        assert make_recipe(config).importance_cap == cap, "older weights are corrected for"

@@ -12,12 +12,11 @@ import torch
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.learner import forward
+from specactor_ray.learner import trainer as module
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import Rendezvous
-from specactor_ray.learner.engine import PolicyModel, WorkCounter
-from specactor_ray.learner.forward import attend_as_in_eager_mode
-from specactor_ray.learner.trainer import Trainer
+from specactor_ray.learner.engine import PolicyModel
+from specactor_ray.learner.trainer import Trainer, attend_as_in_eager_mode
 from specactor_ray.models.probe import eager_logprobs
 from specactor_ray.models.training import recompute_layers
 from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model, save_model
@@ -33,26 +32,15 @@ NOISY = {
     "vaultgemma": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
 }
 """Family → settings that transformers' training mode, or SDPA, computes otherwise."""
-NOT_TRAINED = {"cpmant": "those of a sequence beside a longer one differ by"}
-"""Family → why the trainer refuses it, too."""
-TRAINED = [kind for kind in (*PROVED, *REFUSED) if kind not in NOT_TRAINED]
+TRAINED = [kind for kind in (*PROVED, *REFUSED) if kind != "cpmant"]
+"""The trainer refuses it, too: `test_ranks.py`."""
 
 
 def samples() -> list[Sample]:
     """Outputs of several lengths, which share a micro-batch; paddings are longer than any window."""
     rng = np.random.default_rng(0)
-    shapes = [(5, 30), (9, 4), (3, 60)]
-    return [
-        Sample(
-            rng.integers(3, VOCAB_SIZE, p),
-            rng.integers(3, VOCAB_SIZE, n),
-            np.zeros(n, np.float32),
-            1.0,
-            1.0,
-            np.ones(n, np.bool_),
-        )
-        for p, n in shapes
-    ]
+    tokens = [(rng.integers(3, VOCAB_SIZE, p), rng.integers(3, VOCAB_SIZE, n)) for p, n in ((5, 30), (9, 4), (3, 60))]
+    return [Sample(p, n, np.zeros(len(n), np.float32), 1.0, 1.0, np.ones(len(n), np.bool_)) for p, n in tokens]
 
 
 def scored(policy: PolicyModel, *groups: list[Sample]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
@@ -90,13 +78,6 @@ def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: 
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-4 * largest, rtol=0)
         torch.testing.assert_close(gradients_again[name], gradients[name], atol=1e-6 * largest, rtol=0)
-
-
-@pytest.mark.parametrize("kind", NOT_TRAINED)
-def test_a_row_that_depends_on_longer_ones_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
-    config = from_mapping({"target": {"model": save_model(kind, tmp_path), "dtype": "float32"}})
-    with pytest.raises(ModelLoadError, match=NOT_TRAINED[kind]):
-        Trainer(config, None, Rendezvous(0, 1, "", 0), WorkCounter())
 
 
 class Careless(torch.nn.Module):
@@ -138,11 +119,11 @@ def test_policy_and_reference_are_compared_once(
     kind: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[PolicyModel] = []
-    difference = forward._difference
-    monkeypatch.setattr(forward, "_difference", lambda policy: compared.append(policy) or difference(policy))
+    difference = module._difference
+    monkeypatch.setattr(module, "_difference", lambda policy: compared.append(policy) or difference(policy))
     target = {"model": save_model(kind, tmp_path), "dtype": "float32"}
     trainer = Trainer(
-        from_mapping({"target": target, "algorithm": {"kl_coef": 0.1}}), None, Rendezvous(0, 1, "", 0), WorkCounter()
+        from_mapping({"target": target, "algorithm": {"kl_coef": 0.1}}), None, Rendezvous(0, 1, "", 0), lambda: None
     )
     reference = trainer._updater._reference
     assert compared == [trainer.engine.policy] and reference is not None
@@ -161,8 +142,5 @@ def test_less_is_kept_for_the_backward_pass() -> None:
             model(torch.arange(20)[None], use_cache=False)
         kept.append(len(seen))
     assert kept[1] < kept[0] / 3
-
-
-def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="gradient_checkpointing=false"):
         recompute_layers(torch.nn.Linear(2, 2))

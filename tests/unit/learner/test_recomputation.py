@@ -16,7 +16,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.engine import PolicyModel, TorchEngine, WorkCounter
+from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.loading import load_model
 from specactor_ray.trainer.experience import Experience
@@ -160,7 +160,7 @@ def test_a_step_from_rewards_to_weights(algorithm: dict[str, Any]) -> None:
     exact_model.load_state_dict(policy.model.state_dict())
     exact.model = exact_model
     exact.double()
-    engine = Keeping(policy, config.trainer, WorkCounter())
+    engine = Keeping(policy, config.trainer)
     kept = reference if config.algorithm.kl_coef else None
     metrics = PolicyUpdater(engine, make_recipe(config), config, kept).update(experience.samples, 0, 0)
 

@@ -19,7 +19,6 @@ from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import Rendezvous
-from specactor_ray.learner.engine import WorkCounter
 from specactor_ray.learner.trainer import Trainer
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model
@@ -169,7 +168,7 @@ def test_all_models_of_a_run_agree(phi3: str) -> None:
     proposer = DraftModelProposer.from_config(drafter_specs(settings)["draft_model"], settings.target, "cpu")
     np.testing.assert_allclose(HfEngine(proposer._runner).prompt_logprobs(row), expected, atol=_ROUNDING)
 
-    trainer = Trainer(config(phi3, limit), None, Rendezvous(0, 1, "", 0), WorkCounter())
+    trainer = Trainer(config(phi3, limit), None, Rendezvous(0, 1, "", 0), lambda: None)
     short, long = (
         Sample(TOKENS[:1], TOKENS[1:n], np.zeros(n - 1, np.float32), 0.0, 0.0, np.ones(n - 1, np.bool_))
         for n in (20, limit)
