@@ -39,12 +39,12 @@ def expected(number: int, sample: int) -> list[int]:
 
 
 def test_more_than_a_request_may_have_and_a_full_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trl._MOST_CHOICES <= MOST_CHOICES and Limits().max_body_bytes > trl._MOST_BYTES
     monkeypatch.setattr(trl, "_MOST_BYTES", 4000)
     prompts = [[300] * 400 for _ in range(40)]  # 2 kB each
     done = outputs(prompts, 8, ScriptedQueue(max_waiting=64), Limits(max_body_bytes=5000))
     assert [ids for ids, _ in done] == [expected(number, sample) for number in range(40) for sample in range(8)]
     assert all(logprobs == [-0.5, -0.5] for _, logprobs in done) and len(done) > trl._MOST_CHOICES
-    assert trl._MOST_CHOICES <= MOST_CHOICES and Limits().max_body_bytes > trl._MOST_BYTES
     assert list(trl._parts([[1]] * 3, 1000)) == [range(1), range(1, 2), range(2, 3)]
 
 
