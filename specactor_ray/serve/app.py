@@ -86,7 +86,7 @@ class Guard:
                 self._running -= 1
         except Refusal as refusal:
             if b"expect" not in dict(scope["headers"]):  # such a client sends its body only when it is asked to
-                await self._discard(receive)
+                await self._discard(receive, refusal)
             await _answer(refusal, scope)(scope, receive, noted)
         finally:
             route = scope.get("route")
@@ -126,21 +126,24 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
+                refusal = self._too_large()
                 if message.get("more_body"):
-                    await self._discard(receive)
-                raise self._too_large()
+                    await self._discard(receive, refusal)
+                raise refusal
             return message
 
         return counted
 
-    async def _discard(self, receive: Receive) -> None:
-        """Read the rest of a refused body: a client that cannot send it all might not read the answer."""
+    async def _discard(self, receive: Receive, refusal: Refusal) -> None:
+        """Read the rest of a refused body: a client that cannot send it all might not read the answer. If that is too
+        much, the connection ends with the answer."""
         left = _MOST_DISCARDED * self._limits.max_body_bytes
         while left > 0:
             message = await receive()
             left -= len(message.get("body", b""))
             if not message.get("more_body"):
                 return
+        refusal.headers = {**(refusal.headers or {}), "Connection": "close"}
 
     def _too_large(self) -> Refusal:
         return Refusal(f"the body is too large; at most {self._limits.max_body_bytes} bytes are taken", 413)

@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 MOST_HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
 """Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
-_CLOSE_S = 5.0
-"""Seconds in which a connection that is closed must have sent its last bytes."""
 _SPARE = 64
 """Connections above the limit of requests, so that probes and refusals have room."""
-_MOST_DISCARDED = 4
-"""Bytes of refused bodies that are read, in units of the largest body that is accepted."""
 _OTHER_FILES = 512
 """Descriptors that the process needs besides connections."""
 _TOO_LATE = (
@@ -27,8 +23,10 @@ _TOO_LATE = (
     b"connection: close\r\n\r\nThe request arrived too slowly.\r\n"
 )
 _FIRST, _IDLE, _HEAD, _BODY, _BUSY, _WRITING, _CLOSING = range(7)
-"""Phases of a connection: before its first request, between two, in a head, in a body, in the work on a request, while
-the client does not read, and while it closes. A connection in one of the first four may be closed to make room."""
+"""Phases of a connection: before its first request, between two (uvicorn limits it to `KEEP_ALIVE_S`), in a head, in a
+body, in the work on a request, while the client does not read, and while it closes."""
+_LIMITS = {_FIRST: "head_s", _HEAD: "head_s", _BODY: "body_s", _WRITING: "reader_s", _CLOSING: "close_s"}
+"""Phase → longest time in it, a field of `Limits`."""
 
 
 def most_connections(limits: Limits) -> int:
@@ -49,8 +47,8 @@ class _Limited:
     """Number of connections at a time."""
     in_body = False
     """The end of a request's body has not arrived."""
-    reads = discarded = 0
-    """How often the client began to read again, and bytes of a body that arrived after the answer."""
+    reads = 0
+    """How often the client began to read again."""
     head_after: Any = _FIRST
     """The last request before the head of which a part has arrived."""
     cycle: Any
@@ -64,14 +62,8 @@ class _Limited:
             _make_room(self)
 
     def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            if self.in_body:
-                self.discarded += len(data)
-                if self.discarded > _MOST_DISCARDED * self.limits.max_body_bytes:
-                    self.transport.abort()
-                    return
-            else:
-                self.head_after = self.cycle
+        if not self.in_body and (self.cycle is None or self.cycle.response_complete):
+            self.head_after = self.cycle
         super().data_received(data)  # type: ignore[misc]
 
     def resume_writing(self) -> None:
@@ -100,7 +92,7 @@ class _Limited:
             if (phase, self.state) != (_FIRST, ()):
                 self.since = now
             self.state = state
-        elif now - self.since > _seconds(phase, self.limits):
+        elif phase in _LIMITS and now - self.since > getattr(self.limits, _LIMITS[phase]):
             self._end(phase)
 
     def _end(self, phase: int) -> None:
@@ -111,12 +103,6 @@ class _Limited:
         if has_begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
             self.transport.write(_TOO_LATE)
         self.transport.close()
-
-
-def _seconds(phase: int, limits: Limits) -> float:
-    """Longest time in a phase."""
-    heads, bodies = dict.fromkeys((_FIRST, _HEAD), limits.head_s), {_BODY: limits.body_s, _WRITING: limits.reader_s}
-    return {**heads, **bodies, _IDLE: KEEP_ALIVE_S, _CLOSING: _CLOSE_S}.get(phase, float("inf"))
 
 
 def http_protocol(limits: Limits) -> Any:

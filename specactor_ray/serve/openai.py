@@ -134,9 +134,7 @@ async def chat(service: Serving, body: ChatBody, request: Request) -> Response:
 
 
 async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> Response:
-    name = body.request_id or request.headers.get("x-request-id") or form.id
-    session = body.session_of(request.headers)
-    return await answer(request, form, stream=body.stream, name=name, session=session, priority=body.priority)
+    return await answer(request, form, stream=body.stream, **body.submission(request.headers, form.id))
 
 
 # ---- chat messages ----

@@ -12,7 +12,7 @@ from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.outputs import Form, Part, finite, prompt_report, spans_of
+from specactor_ray.serve.outputs import Form, Part, finite
 from specactor_ray.serve.requests import ChatBody, CompletionBody, SamplingBody, Wanted
 from specactor_ray.serve.service import Service
 from specactor_ray.serve.tool_calls import CALL, opens_thought, parsed_calls
@@ -26,13 +26,14 @@ class OpenAIForm(Form):
     """Fields of both endpoints' answers."""
 
     prefix = kind = chunk_kind = ""
+    has_labels = False
 
     def __init__(self, service: Service, body: SamplingBody, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         super().__init__(service, prompts, wanted)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.with_ids = bool(body.return_token_ids)
         self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._with_usage = bool((body.stream_options or {}).get("include_usage"))
         self._with_prompt = body.prompt_logprobs is not None and body.prompt_logprobs is not False
         self._created = int(time.time())
 
@@ -58,16 +59,9 @@ class OpenAIForm(Form):
         return f"token_id:{token_id}" if self._as_ids else self.service.vocabulary.name(token_id)
 
     def frame(self, part: Part) -> dict[str, Any]:
-        """Fields of a choice besides its content."""
-        output = part.output
-        choice: dict[str, Any] = {"index": part.index, "logprobs": None, "finish_reason": None}
-        if self.with_ids:
-            choice["token_ids"] = part.token_ids
-        if output is not None:
-            choice |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            choice |= {"seed": output.sampling.seed, "weight_versions": spans_of(output, int)}
-            if self._with_prompt and output.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_report(self.service, output)
+        choice = super().frame(part)
+        if self._with_prompt and (report := self.prompt_report(part.output)) is not None:
+            choice["prompt_logprobs"] = report
         return choice
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -234,7 +228,7 @@ class ChatForm(OpenAIForm):
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         answer = super().whole(parts)
-        if (report := prompt_report(self.service, parts[0].output)) is not None:
+        if (report := self.prompt_report(parts[0].output)) is not None:
             answer["prompt_logprobs"] = report
         return answer | ({"prompt_token_ids": self.prompts[0]} if self.with_ids else {})
 

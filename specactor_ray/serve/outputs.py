@@ -172,6 +172,10 @@ class Form(abc.ABC):
     """Whether an output is one event of a stream."""
     trims = False
     """Whether a text lacks the token that ended its output, where it is no special token."""
+    has_labels = True
+    """Whether versions of the weights have the trainer's names."""
+    with_ids = True
+    """Whether choices have their token ids."""
 
     def __init__(self, service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         self.service, self.prompts, self.wanted = service, prompts, wanted
@@ -201,25 +205,42 @@ class Form(abc.ABC):
         """Text of a complete output."""
         return text_of(self.service.tokenizer, output, self.wanted.special, self.trimmed)
 
+    def frame(self, part: Part) -> dict[str, Any]:
+        """Fields of a choice besides its content, as in OpenAI and vLLM."""
+        choice: dict[str, Any] = {"index": part.index, "logprobs": None, "finish_reason": None}
+        if self.with_ids:
+            choice["token_ids"] = part.token_ids
+        if (output := part.output) is not None:
+            choice |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            choice |= {"seed": output.sampling.seed, "weight_versions": self.spans(output)}
+        return choice
+
+    def spans(self, output: Trajectory) -> list[dict[str, Any]]:
+        """Token ranges by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
+        name: Callable[[int], Any] = self.service.control.label_of if self.has_labels else int
+        return [{"version": name(version), "start": begin, "end": end} for version, begin, end in output.spans()]
+
+    def prompt_report(self, output: Trajectory | None) -> list[dict[str, Any] | None] | None:
+        """Log-probabilities of a prompt as in vLLM: None for the first token. None if they were not computed."""
+        if output is None or output.prompt_logprobs is None:
+            return None
+        report: list[dict[str, Any] | None] = [None]
+        for token_id, value in zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True):
+            text = self.service.vocabulary.name(token_id)
+            report.append({str(token_id): {"logprob": finite(value), "decoded_token": text}})
+        return report
+
     def usage(self, outputs: Iterable[Trajectory | None]) -> dict[str, int]:
         """Numbers of tokens of the request."""
         prompt, tokens = sum(map(len, self.prompts)), sum(len(one.token_ids) for one in outputs if one is not None)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
-async def answer(
-    request: Request,
-    form: Form,
-    *,
-    stream: bool | None,
-    name: str,
-    session: str | None = None,
-    priority: int | None = None,
-) -> Response:
+async def answer(request: Request, form: Form, *, stream: bool | None, **submission: Any) -> Response:
     """Generate, and answer a request, by events if `stream`; if its client leaves, its outputs are aborted. The others
     are arguments of `Service.submit`."""
     service = form.service
-    handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
+    handles = service.submit(form.prompts, form.wanted, **submission)
     if stream:
         streams = [parts_of(form, handle, index) for index, handle in enumerate(handles)]
         return EventStream(_events(form, streams, request.scope["path"]), partial(service.drop, handles))
@@ -268,19 +289,3 @@ class EventStream(StreamingResponse):
 def finite(logprob: float) -> float:
     """Log-probability clipped at `_LEAST_LOGPROB`, since JSON has no infinity."""
     return max(float(logprob), _LEAST_LOGPROB)
-
-
-def spans_of(output: Trajectory, name: Callable[[int], Any]) -> list[dict[str, Any]]:
-    """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
-    return [{"version": name(version), "start": begin, "end": end} for version, begin, end in output.spans()]
-
-
-def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str, Any] | None] | None:
-    """Log-probabilities of a prompt in the form of vLLM: None for the first token. None if they were not computed."""
-    if output is None or output.prompt_logprobs is None:
-        return None
-    report: list[dict[str, Any] | None] = [None]
-    for token_id, value in zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True):
-        text = service.vocabulary.name(token_id)
-        report.append({str(token_id): {"logprob": finite(value), "decoded_token": text}})
-    return report

@@ -204,16 +204,20 @@ class JsonObject(BaseModel):
                 raise Refusal(f"{name[:64]} is not available at {path}", param=name[:64])
 
 
-class StreamOptions(JsonObject):
-    """Options of a stream."""
+class RequestBody(JsonObject):
+    """Fields of OpenAI's and vLLM's requests that do not concern sampling."""
 
-    include_usage: bool | None = None
-
-
-class IgnoredBody(JsonObject):
-    """Fields of vLLM's requests without effect: prefixes are never shared between versions of the weights, which every
-    answer reports; what has arrived is one chunk of a stream; prompts are of text."""
-
+    model: Text = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    request_id: Text = None
+    session: Text = None
+    session_id: Text = None
+    """vLLM's name of `session`."""
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
+    # Those below have no effect: prefixes are never shared between versions of the weights, which every answer reports;
+    # what has arrived is one chunk of a stream; prompts are of text.
     user: Text = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -225,23 +229,13 @@ class IgnoredBody(JsonObject):
     return_mm_kwargs: bool | None = None
     mm_payload: Literal["tensors", "none"] | None = None
 
-
-class RequestBody(IgnoredBody):
-    """Fields of OpenAI's and vLLM's requests that do not concern sampling."""
-
-    model: Text = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    request_id: Text = None
-    session: Text = None
-    session_id: Text = None
-    """vLLM's name of `session`."""
-    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
-
-    def session_of(self, headers: Mapping[str, str]) -> str | None:
-        """The session that the body, or else a header, names."""
-        return self.session or self.session_id or headers.get("x-session-id")
+    def submission(self, headers: Mapping[str, str], name: str) -> dict[str, Any]:
+        """Arguments of `Service.submit` from the body, or else from headers; `name` is used if none is given."""
+        return {
+            "name": self.request_id or headers.get("x-request-id") or name,
+            "session": self.session or self.session_id or headers.get("x-session-id"),
+            "priority": self.priority or 0,
+        }
 
 
 class SamplingBody(RequestBody):

@@ -48,35 +48,14 @@ _KEY, _KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"
 _SHORTEST_KEY, _LARGEST_KEY_FILE = 16, 4096
 
 
-class Traffic:
-    """The server's work since the previous report, in one line."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._at, self._tokens, self._counted = time.monotonic(), 0, service.rollout.metrics()
-
-    def line(self, now: float) -> str:
-        """Empty if no request ran since the last call. `now`: of `time.monotonic`."""
-        rollout, (running, waiting) = self._service.rollout, self._service.load
-        since, self._at = self._at, now
-        before, self._tokens = self._tokens, rollout.committed_tokens
-        if not running + waiting and self._tokens == before:
-            return ""
-        counted, self._counted = self._counted, rollout.metrics()
-        figures = self._counted.since(counted)
-        steps = f"; {figures.acceptance_length:.2f} tokens a request and step" if figures.row_steps else ""
-        drafts = f", {figures.acceptance_rate:.0%} of draft tokens right" if figures.drafted_tokens else ""
-        speed = (self._tokens - before) / (now - since)
-        return f"{running} running, {waiting} waiting; {speed:.1f} tokens/s{steps}{drafts}"
-
-
 class Server(uvicorn.Server):
     """uvicorn server that answers all requests at its end, including those that are cut off. `report` is called with
     lines for the user: every ten seconds while requests run, and when the end begins while some are open."""
 
     def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service, self._report, self._traffic = service, report, Traffic(service)
+        self._service, self._report = service, report
+        self._at, self._tokens, self._counted = time.monotonic(), 0, service.rollout.metrics()
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
 
@@ -89,9 +68,23 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.check(now)  # type: ignore[union-attr]
         is_due = counter % _REPORT_TICKS == _REPORT_TICKS - 1
-        if is_due and (line := await asyncio.to_thread(self._traffic.line, time.monotonic())):
+        if is_due and (line := await asyncio.to_thread(self._traffic)):
             self._report(line)
         return await super().on_tick(counter)
+
+    def _traffic(self) -> str:
+        """The server's work since the previous report, in one line; empty if no request ran."""
+        rollout, (running, waiting) = self._service.rollout, self._service.load
+        since, self._at = self._at, time.monotonic()
+        before, self._tokens = self._tokens, rollout.committed_tokens
+        if not running + waiting and self._tokens == before:
+            return ""
+        counted, self._counted = self._counted, rollout.metrics()
+        figures = self._counted.since(counted)
+        steps = f"; {figures.acceptance_length:.2f} tokens a request and step" if figures.row_steps else ""
+        drafts = f", {figures.acceptance_rate:.0%} of draft tokens right" if figures.drafted_tokens else ""
+        speed = (self._tokens - before) / (self._at - since)
+        return f"{running} running, {waiting} waiting; {speed:.1f} tokens/s{steps}{drafts}"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain_s = self._service.limits.drain_s

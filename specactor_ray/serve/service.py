@@ -54,6 +54,8 @@ class Limits:
     """Seconds for the body of a request."""
     reader_s: float = 120.0
     """Seconds for which a client may read nothing of an answer that waits for it."""
+    close_s: float = 5.0
+    """Seconds in which a connection that is closed must have sent its last bytes."""
     drain_s: float = 10.0
     """Seconds that running requests may continue when the server ends."""
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Request, Response
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.dialect import Dialect
-from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
+from specactor_ray.serve.outputs import Form, Part, answer, finite
 from specactor_ray.serve.requests import (
     Directory,
     Integer,
@@ -116,7 +116,7 @@ class SglangForm(Form):
             "weight_version": control.label,
         }
         if output is not None:
-            spans = spans_of(output, control.label_of)
+            spans = self.spans(output)
             meta |= {"prompt_tokens": len(output.prompt_token_ids), "seed": output.sampling.seed}
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
         if self.wanted.logprobs is not None:

@@ -15,7 +15,7 @@ from specactor_ray import __version__
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.sampling.dialect import Dialect
-from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
+from specactor_ray.serve.outputs import Form, Part, answer, finite
 from specactor_ray.serve.requests import (
     OPENAI,
     Directory,
@@ -95,10 +95,9 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     given = body.sampling_params
     if given.get("logprobs") == 1:  # trainers send it to get the sampled token's
         given = {**given, "logprobs": 0}
-    wanted = service.wanted(given, _SAMPLING)
-    name = body.request_id or request.headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
-    form, session = VllmForm(service, body, wanted, name), body.session_of(request.headers)
-    return await answer(request, form, stream=False, name=name, session=session, priority=body.priority)
+    submission = body.submission(request.headers, f"generate-tokens-{secrets.token_hex(16)}")
+    form = VllmForm(service, body, service.wanted(given, _SAMPLING), submission["name"])
+    return await answer(request, form, stream=False, **submission)
 
 
 class VllmForm(Form):
@@ -115,24 +114,15 @@ class VllmForm(Form):
             "model": self.service.model,
             "choices": list(map(self._choice, parts)),
             "usage": self.usage(part.output for part in parts),
-            "prompt_logprobs": prompt_report(self.service, parts[0].output),
+            "prompt_logprobs": self.prompt_report(parts[0].output),
             "prompt_token_ids": self._prompt_ids,
             "kv_transfer_params": None,
         }
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        output = part.output
-        choice = {
-            "index": part.index,
-            "token_ids": part.token_ids,
-            "finish_reason": output.finish_reason if output else None,
-            "stop_reason": output.stop_reason if output else None,
-            "routed_experts": None,
-            "logprobs": None if self.wanted.logprobs is None else {"content": list(map(_reported, part.tokens))},
-        }
-        if output is not None:
-            choice["weight_versions"] = spans_of(output, self.service.control.label_of)
-            choice["seed"] = output.sampling.seed
+        choice = self.frame(part) | {"routed_experts": None}
+        if self.wanted.logprobs is not None:
+            choice["logprobs"] = {"content": list(map(_reported, part.tokens))}
         return choice
 
 
@@ -226,16 +216,11 @@ async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int
 # ---- weights ----
 
 
-class UpdateInfo(JsonObject):
-    """Directory of new weights."""
-
-    weight_dir: Directory | None = None
-
-
-class UpdateBody(UpdateInfo):
+class UpdateBody(JsonObject):
     """Body of `/update_weights`: prime-rl's form, or vLLM's, with `update_info`."""
 
-    update_info: UpdateInfo | None = None
+    weight_dir: Directory | None = None
+    update_info: UpdateBody | None = None
 
 
 @router.post("/start_weight_update")

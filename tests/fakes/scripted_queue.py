@@ -124,11 +124,19 @@ def make_service(queue: ScriptedQueue, limits: Limits | None = None) -> Service:
     return Service(rollout, "tiny", limits)
 
 
+@functools.cache
+def usual_app() -> Any:
+    """The application without a token and with the usual limits; making one takes longer than most requests."""
+    return make_app(make_service(ScriptedQueue()))
+
+
 def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]], token: str | None = None) -> Any:
     """Result of `work`, which gets a client of the whole application, without a network."""
+    app = usual_app() if token is None and service.limits == Limits() else make_app(service, token)
+    app.state.service = service
 
     async def body() -> Any:
-        transport = httpx.ASGITransport(make_app(service, token), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await work(client)
 
