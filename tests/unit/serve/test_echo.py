@@ -86,17 +86,3 @@ def test_special_tokens_of_a_text_have_their_place() -> None:
     (choice,) = ask(prompt="<|user|>hi", echo=True, max_tokens=0, logprobs=0)["choices"]
     assert choice["text"] == "<|user|>hi" and "".join(choice["logprobs"]["tokens"]) == "<|user|>hi"
     assert choice["logprobs"]["text_offset"][:2] == [0, 8]
-
-
-def test_a_stream_without_log_probabilities() -> None:
-    body = {"prompt": ["a", "b"], "echo": True, "stream": True, "max_tokens": 7, "n": 2}
-    texts = [""] * 4
-    for event in events(post(PATH, body, ScoringQueue())):
-        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    outputs = [choice["text"] for choice in ask(prompt=["a", "b"], max_tokens=7, n=2)["choices"]]
-    assert [text[0] for text in texts] == ["a", "a", "b", "b"] and len(outputs) == 4
-
-
-@pytest.mark.parametrize("body", [{"echo": [1]}, {"echo": True, "max_tokens": -1}, {"max_tokens": 0}], ids=str)
-def test_what_cannot_be_is_refused(body: dict[str, Any]) -> None:
-    assert post(PATH, {"prompt": "a", **body}).status_code == 400

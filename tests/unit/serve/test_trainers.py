@@ -1,4 +1,4 @@
-"""Dialects of trainers on a scripted engine: forms of answers, what is refused and how."""
+"""Dialects of trainers on a scripted engine: forms of answers, names, pauses, states."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from specactor_ray import __version__
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.rollout.dispatch import WeightPolicy
 from tests.fakes.scripted_queue import ScriptedQueue, events, make_service, on, post
-from tests.tiny import VOCAB_SIZE
 
 TOKENS, GENERATE = "/inference/v1/generate", "/generate"
-
-
-SAMPLING: list[dict[str, Any]] = [{"top_p": 2.0}, {"min_p": 0.1}, {"n": 0}, {"json_schema": "{}"}]
 
 
 def tokens(prompt: list[int], **sampling: Any) -> dict[str, Any]:
@@ -63,59 +59,6 @@ class TestTokens:
         body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2, "request_id": "r"}
         assert post(TOKENS, body, engine, headers={"X-Session-ID": "s"}).is_success
         assert engine.submitted[0][2] == {"request_id": "r", "session": "s", "priority": -2}
-
-
-REFUSED: list[tuple[str, Any, str]] = [
-    *[(TOKENS, tokens([1], **given), name) for given in SAMPLING for name in given],
-    *[(GENERATE, ids([1], **given), name) for given in SAMPLING for name in given],
-    *[(TOKENS, tokens([1]) | {"output_mode": mode}, "output_mode") for mode in ("text", "derender")],
-    (TOKENS, tokens([1]) | {"stream": True}, "stream"),
-    (TOKENS, tokens([1]) | {"features": {"mm_hashes": {}}}, "features"),
-    (TOKENS, tokens([]), "prompt"),
-    (TOKENS, tokens([VOCAB_SIZE]), "prompt"),
-    (TOKENS, tokens([-1]), "token_ids.0"),
-    (TOKENS, tokens([1]) | {"sampling_params": None}, "sampling_params"),
-    (GENERATE, {}, "input_ids"),
-    (GENERATE, {"text": "a", "input_ids": [1]}, "input_ids"),
-    (GENERATE, ids([[1], [2]]), "input_ids.0"),
-    (GENERATE, ids([1], n=2), "a request for each sample"),
-    (GENERATE, ids([1]) | {"return_routed_experts": True}, "return_routed_experts"),
-    (GENERATE, ids([1]) | {"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
-    ("/init_weight_transfer_engine", {"anything": [1]}, "/init_weight_transfer_engine is not available: weights come"),
-    ("/v1/load_lora_adapter", {}, "/v1/load_lora_adapter is not available: adapters are not served; merge"),
-    *[(path, {}, f"{path} is not available") for path in ("/start_draft_weight_update", "/release_kv_cache_memory")],
-    ("/pause?mode=later", None, "mode"),
-    ("/abort_requests", {"request_ids": "b"}, "request_ids"),
-    ("/sleep?level=0", None, "level"),
-    ("/pause_generation", {"mode": "later"}, "mode"),
-    ("/update_weights", {}, "weight_dir"),
-    ("/update_weights", {"weight_dir": None}, "NCCL"),
-    ("/update_weights", {"weight_dir": "~nobody/x"}, "weight_dir"),
-    ("/update_weights", {"weight_dir": "a\0b"}, "weight_dir"),
-    ("/update_weights", {"update_info": {"names": ["a"], "shapes": [[1]]}}, "weight_dir"),
-    ("/finish_weight_update", {"weight_version": -1}, "weight_version"),
-    ("/update_weights_from_disk", {"model_path": "x", "load_format": "dummy"}, "load_format"),
-    ("/abort_request", {}, "rid"),
-    ("/workers", {"url": "http://elsewhere:1"}, "http://localhost"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "named"), REFUSED)
-def test_what_is_not_available_is_refused_by_name(path: str, body: Any, named: str) -> None:
-    answer = post(path, body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and answer.json()["success"] is False
-    assert named in error["message"] or named == error["param"]
-
-
-@pytest.mark.parametrize("path", [TOKENS, GENERATE, "/abort_request", "/update_weights", "/update_weights_from_disk"])
-def test_what_is_no_request_is_refused(path: str) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
-        for body in (b"", b"{", b"[]", b'"a"', b"\xff", b"null", b'{"a": NaN}'):
-            answer = await client.post(path, content=body, headers={"Content-Type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["error"]["message"]
-
-    on(make_service(ScriptedQueue()), work)
 
 
 class TestGenerate:
