@@ -138,7 +138,7 @@ class Model:
         self._open, self._changed = np.zeros((2, rows), np.bool_)
         self._right = np.zeros((rows, WINDOW), np.bool_)
         self._unread, self._credit = 0, 0.0
-        self.unread, self.drafted, self.token_s = 0, 1, D
+        self.unread, self.drafted, self.token_s, self.vocab_size = 0, 1, D, None
         self.counters = dict.fromkeys(("opens", "tails", "branches"), 0)
         self._heard: list[CommitBatch] = []
         self.link: Link[CommitBatch] = Link(direct_sender(self._heard.append))

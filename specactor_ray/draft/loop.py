@@ -34,7 +34,7 @@ class DraftLoop(Loop):
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.runner = DraftRunner(drafter_id, proposer, clock)
-        self._inbox = inbox.for_drafter(proposer.vocab_size)
+        self._inbox = inbox.for_drafter()
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier id → link for tails; any thread may replace it."""
         self.requests = DraftRequests(self.runner)

@@ -65,7 +65,8 @@ class Proposer(abc.ABC):
 
     method: str
     vocab_size: int | None
-    """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
+    """Number of tokens of the drafter's vocabulary; None: any vocabulary. `BatchProposer` answers requests with other
+    tokens with empty tails."""
     traits = NO_TRAITS
     budget: int = 0
     """Set before `propose`: most rows of a forward; 0: unknown, without branches."""

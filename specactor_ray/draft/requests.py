@@ -12,7 +12,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import grow
 from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.table.requests import TargetRequest
-from specactor_ray.table.table import ANY, RequestTable
+from specactor_ray.table.table import RequestTable
 from specactor_ray.table.view import TableView
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, States, TailBatch
@@ -45,9 +45,8 @@ class DraftRequests:
     def __init__(self, runner: DraftRunner) -> None:
         self._runner, proposer = runner, runner.proposer
         branches = getattr(getattr(proposer, "branches", None), "most", 0)
-        vocab_size = ANY if proposer.vocab_size is None else proposer.vocab_size
-        self.table = RequestTable(1, branches, vocab_size=vocab_size)
-        self.view = TableView(self.table, _SEAT, 1)
+        self.table = RequestTable(1, branches)
+        self.view = TableView(self.table, _SEAT, 1, proposer.vocab_size)
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
         self._owners, self._handles, self._generations = np.full((3, len(self.table.generation)), _NONE, np.int32)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.core.ragged import grow
+from specactor_ray.core.ragged import grow, places
 from specactor_ray.draft.chains import BranchTable
 from specactor_ray.draft.proposer import Failures, Proposer
 from specactor_ray.table._kernels import UNCHANGED, moves
@@ -91,6 +91,8 @@ class BatchProposer(Proposer):
                 self._lose(row)
             moved = moved[~is_cut]
         if len(moved):
+            for row in self._unreadable(moved, self._known[moved]).tolist():
+                self._give_up(row)
             if self.branches.most:
                 befores = self._known[moved], self._ends[moved]
                 self._free(self.branches.settle(view, self._cached, moved, *befores))
@@ -124,8 +126,10 @@ class BatchProposer(Proposer):
             self._close(row)
 
     def _admit(self, row: int) -> None:
-        """Give a waiting request a place, if one is free."""
-        if self._places and self._waiting[row] and self._enter(row):
+        """Give a waiting request a place, if one is free and the drafter's vocabulary has its tokens."""
+        one = np.array([row], np.int32)
+        is_free = self._places and self._waiting[row]
+        if is_free and not len(self._unreadable(one, np.zeros_like(one))) and self._enter(row):
             self._places -= 1
             self._placed[row], self._waiting[row] = True, False
 
@@ -134,6 +138,16 @@ class BatchProposer(Proposer):
         self._admit(row)
         if self._placed[row] and self.traits.reads_features:
             self._lose(row)
+
+    def _unreadable(self, rows: np.ndarray, begins: np.ndarray) -> np.ndarray:
+        """Rows with a token from index `begins` on, `(n,)`, that is not in the drafter's vocabulary: the embedding of
+        a model may have fewer rows than the target's, which is padded further."""
+        size, table = self.vocab_size, self.view.table
+        if size is None or size >= table.vocab_size:
+            return rows[:0]
+        counts = table.lengths[rows] - begins
+        owners = np.repeat(rows, counts)
+        return np.unique(owners[table.lines[owners, places(begins, counts)] >= size])
 
     def _lose(self, row: int) -> None:
         """Close a request, and ask for it again with all its hidden states."""

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.cluster.address import require_listener
-from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs
+from specactor_ray.config.methods import Checkpoint, DrafterSpec, acting_drafters, drafter_specs
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
 from specactor_ray.core.progress import start_phase
 from specactor_ray.models.checkpoint_files import known_number
-from specactor_ray.models.loading import load_model_config, require_named_model
+from specactor_ray.models.loading import load_model_config, load_tokenizer, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
 from specactor_ray.startup.memory import check_memory, plan_rollout_memory, settle_caches
@@ -253,6 +253,7 @@ def export_what_drafters_read(config: Config) -> None:
 
 def check_draft_models(config: Config, vocabulary: int) -> None:
     """Refuse draft models with another vocabulary than the target's, or a cache below a page, with a ConfigError."""
+    target = config.target
     for spec in drafter_specs(config).values():
         if spec.model is None or spec.traits.checkpoint is Checkpoint.HEAD:  # heads are checked elsewhere
             continue
@@ -263,9 +264,19 @@ def check_draft_models(config: Config, vocabulary: int) -> None:
             problem = f"{spec.kv_cache_gb:g} holds no page of {spec.model}."
             least = math.ceil(page / GIB * 1e6) / 1e6
             raise ConfigError(f"{spec.key}.kv_cache_gb", problem, f"use {least:g} or more, or leave it out.")
-        if draft.vocab_size != vocabulary:
+        if draft.vocab_size != vocabulary and not (draft.vocab_size < vocabulary and _share_tokenizer(spec, target)):
             problem = f"{spec.model} has a vocabulary of {draft.vocab_size} tokens, "
-            problem += f"the target {config.target.model} one of {vocabulary}."
+            problem += f"the target {target.model} one of {vocabulary}."
             raise ConfigError(
                 f"{spec.key}.model", problem, "use a draft model that was trained with the target's tokenizer"
             )
+
+
+def _share_tokenizer(spec: DrafterSpec, target: TargetConfig) -> bool:
+    """Whether both models have the same tokens, so that one embedding is only padded further, as in families of models
+    (Qwen2.5: 151,936 rows up to 3B, 152,064 from 7B on)."""
+    try:
+        draft = load_tokenizer(str(spec.model), trust_remote_code=spec.trust_remote_code)
+        return draft.get_vocab() == load_tokenizer(target.model, trust_remote_code=target.trust_remote_code).get_vocab()
+    except ModelLoadError:  # without a tokenizer
+        return False

@@ -13,10 +13,12 @@ from specactor_ray.transport.messages import FinishedOutput, States
 
 
 class TableView:
-    """The view of the drafter in a seat, with tails of up to `window` tokens. Arrays of `table` are for reading."""
+    """The view of the drafter in a seat, with tails of up to `window` tokens, ids of which are below `vocab_size`.
+    Arrays of `table` are for reading."""
 
-    def __init__(self, table: RequestTable, seat: int, window: int) -> None:
+    def __init__(self, table: RequestTable, seat: int, window: int, vocab_size: int | None = None) -> None:
         self.table, self.seat, self.window = table, seat, window
+        self.vocab_size = table.vocab_size if vocab_size is None else min(vocab_size, table.vocab_size)
         self.states: list[States] = []
         """Hidden states since the drafter's last turn, for drafters with the trait `reads_features`."""
         self.lost: set[int] = set()
@@ -48,9 +50,8 @@ class TableView:
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise TypeError(f"draft tokens are a list of token ids, not {tokens.dtype} {tokens.shape}")
         tokens = tokens[: self.room(row)]
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.table.vocab_size:
-            limit = self.table.vocab_size
-            raise ValueError(f"draft tokens are ids below {limit}, not {tokens.min()} to {tokens.max()}")
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"draft tokens are ids below {self.vocab_size}, not {tokens.min()} to {tokens.max()}")
         self.table.length[self.seat, row] = 0
         self.table.tail[self.seat, row, 0, : len(tokens)] = tokens
         self.table.length[self.seat, row, 0] = len(tokens)

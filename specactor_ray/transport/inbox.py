@@ -36,8 +36,6 @@ _MAX_SEQUENCE = 1 << 24
 _MAX_NUMBER = 1 << 31
 _MAX_SECONDS = 1.0e6
 _INT32 = np.dtype(np.int32)
-_ANY_TOKEN = 1 << 31
-"""Limit of token ids where the vocabulary is unknown."""
 
 
 class Malformed(ValueError):
@@ -113,13 +111,12 @@ def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
     return Inbox(check, "drafter_id")
 
 
-def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
-    """Inbox of a drafter for messages of verifiers. Token ids must lie in `[0, vocab_size)`, None: any vocabulary."""
-    limit = _ANY_TOKEN if vocab_size is None else vocab_size
+def for_drafter() -> Inbox[CommitBatch]:
+    """Inbox of a drafter for messages of verifiers. Token ids must not be negative."""
 
     def check(message: Any) -> None:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
-        _check_arrays(message, "starts", limit)
+        _check_arrays(message, "starts", _MAX_NUMBER)
 
     return Inbox(check, "verifier_id")
 

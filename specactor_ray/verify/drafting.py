@@ -89,7 +89,8 @@ class HostedSeat(DrafterSeat):
 
     def __init__(self, number: int, drafter: HostedDrafter, table: RequestTable, states_of: StatesOf | None) -> None:
         super().__init__(number, drafter.runner.drafter_id, drafter.spec, table, states_of)
-        self.runner, self._view = drafter.runner, TableView(table, number, drafter.spec.window)
+        self.runner = drafter.runner
+        self._view = TableView(table, number, drafter.spec.window, drafter.runner.proposer.vocab_size)
 
     def draft(self, most: int = 1, goes_on: bool = False) -> int:
         """Let it draft up to `most` tokens for each request. Returns their number, at least 1; 0: nothing to do.

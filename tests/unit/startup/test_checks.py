@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import token_identity
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
-from specactor_ray.models.loading import load_model_config
+from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.models.shapes import ROW_BYTES, token_bytes
 from specactor_ray.startup import resolve as resolution
 from specactor_ray.startup.machine import Machine
@@ -190,6 +191,25 @@ def test_a_drafters_cache_holds_a_page() -> None:
         check_draft_models(config(least), 511)
     page = 16 * token_bytes(load_model_config(str(tiny_draft())), 4, row=ROW_BYTES)
     assert page <= least * 2**30 < page + 2**11
+
+
+@pytest.mark.parametrize("kind", ["same", "other", "none"])
+def test_a_draft_model_may_lack_padding_if_the_tokenizer_is_the_targets(kind: str, tmp_path: Path) -> None:
+    """As Qwen2.5-0.5B with 151,936 rows beside 7B with 152,064."""
+    tokenizer = load_tokenizer(str(tiny_target()))
+    shutil.copy(tiny_target() / "config.json", tmp_path)
+    if kind == "other":
+        tokenizer.add_tokens(["<other>"])
+    if kind != "none":
+        tokenizer.save_pretrained(tmp_path)
+    drafter = {"method": "draft_model", "model": str(tiny_draft()), "dtype": "float32"}
+    config = from_mapping({"mode": "coupled", "target": {"model": str(tmp_path)}, "drafters": [drafter]})
+    if kind == "same":
+        check_draft_models(config, 640)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_draft_models(config, 640)
+    assert error.value.key == "drafters.0.model"
 
 
 def test_a_cache_is_that_of_each_rank() -> None:

@@ -7,11 +7,13 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from specactor_ray.config.schema import RaceName, VerifyPolicy
 from specactor_ray.core.step_cost import StepCost
@@ -22,6 +24,7 @@ from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.runner import checksum
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
 from specactor_ray.transport import inbox
@@ -36,6 +39,8 @@ from tests.unit.engine_conformance import requests
 
 ANSWERED = 120.0
 """A wait for drafts that ends when each drafter has answered, so that supply is no matter of time."""
+NARROW = 448
+"""Rows of an embedding that has those of all tokens of the tiny models, which have 512."""
 
 
 def decoded(bench: Bench, batch: Sequence[TargetRequest], times: int = 1, lossy: bool = True) -> dict[str, Any]:
@@ -84,6 +89,23 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
     assert sum(len(one.requests) for one in bench.progress) == snapshot["row_steps"]
     if kind == "suffix":
         assert all(loop.snapshot()["history_tokens"] for loop in bench.drafts.values())
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_draft_model_with_fewer_rows_of_padding_drafts_for_what_it_can_read(inline: bool) -> None:
+    """As Qwen2.5-0.5B beside 7B. A request with a token that only the target's embedding has is answered, empty."""
+    small = LlamaForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32)
+    small.resize_token_embeddings(NARROW)
+    drafter = DraftModelProposer(RaggedModel(small, 16 << 20))
+    batch = requests(6, 1.0)
+    for index in (1, 4):
+        prompt = (*batch[index].prompt_token_ids, NARROW)
+        batch[index] = replace(batch[index], prompt_token_ids=prompt)
+    bench = Bench({"small-0": drafter}, inline, draft_wait_s=ANSWERED)
+    snapshot = decoded(bench, batch, lossy=False)
+    counters = bench.hosted["small-0"].snapshot() if inline else bench.drafts["small-0"].snapshot()
+    assert snapshot["accepted_tokens"] > 0
+    assert (counters["opens"], counters["failures"], counters["resyncs"]) == (len(batch), 0, 0)
 
 
 @pytest.mark.parametrize(
