@@ -29,7 +29,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, refuse_existing, remove_if_empty, require_folder, write_json
 from specactor_ray.core.machine import available_bytes, hardware, versions
-from specactor_ray.core.progress import ProgressState, rollout_progress
+from specactor_ray.core.progress import rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt, read_prompts
@@ -227,9 +227,9 @@ class Bench:
         outputs, failures = dict[Place, "Trajectory"](), Counter[str]()
         before = rollout.committed_tokens  # tokens of the warm-up
 
-        def read() -> ProgressState:
+        def read() -> tuple[int, int, int, float]:
             tokens = rollout.committed_tokens - before
-            return ProgressState(len(outputs), failures.total(), tokens, rollout.metrics().acceptance_length)
+            return (len(outputs), failures.total(), tokens, rollout.metrics().acceptance_length)
 
         with rollout_progress(self._console, title, len(workload.prompts) * workload.n, read):
             for one in rollout.stream(workload.prompts, workload.sampling, workload.n):

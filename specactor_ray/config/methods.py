@@ -99,11 +99,6 @@ def traits(method: str, key: str = "drafters.N.method") -> Traits:
     return built_in.traits if built_in is not None else class_of(method, key).traits
 
 
-def reads_head(method: str) -> bool:
-    """Whether `drafters.N.model` of the method is an EAGLE head, not a model."""
-    return traits(method).checkpoint is Checkpoint.HEAD
-
-
 def class_of(method: str, key: str) -> Any:
     """Import the class of a method. Raises ConfigError, with `key`, if there is no such class, it is incomplete, or its
     traits contradict its methods."""
@@ -241,10 +236,8 @@ def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits)
 def scale_refusal(config: Config, method: str, number: int) -> ConfigError | None:
     """Why a run of this configuration cannot have `number` draft actors of `method`; None when it can."""
     known = [drafter.method for drafter in config.drafters]
-    if config.mode is ModeName.plain:
-        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")
-    if config.mode is ModeName.coupled:
-        problem = "'coupled' has no draft actors to scale: the verifiers draft themselves."
+    if config.mode is not ModeName.decoupled:
+        problem = f"{config.mode.value!r} has no draft actors to scale."
         return ConfigError("mode", problem, "start the run with mode=decoupled.")
     if method not in known:
         fix = f"use one of {', '.join(known)}."

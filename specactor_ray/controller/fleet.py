@@ -13,7 +13,6 @@ from specactor_ray.config.methods import drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member, stop_in_order
 from specactor_ray.controller.reconcile import (
-    Create,
     FailureRecord,
     Remove,
     ReplacementLimits,
@@ -114,11 +113,10 @@ class Fleet:
         self._observe(now)
         if not self._seating.gangs:
             self._seating.form(desired, now)
-        actions = list(decide(desired, list(self.members.values()), self.failures, now, self._limits))
-        for action in actions:
-            if isinstance(action, Remove):
-                self._remove(action, now)
-        for seat in self._seating.claim([action.key for action in actions if isinstance(action, Create)]):
+        removals, missing = decide(desired, list(self.members.values()), self.failures, now, self._limits)
+        for removal in removals:
+            self._remove(removal, now)
+        for seat in self._seating.claim(missing):
             self._create(seat, now)
         self._seating.trim(desired)
 

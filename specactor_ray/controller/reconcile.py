@@ -1,7 +1,7 @@
 """Next actions of the controller, from the desired and the observed state. Pure: no Ray, no clock, no own state.
 
 Applied repeatedly, with time in between, the actions lead from any observed state to the desired one, and then there
-are none. A key is `VERIFIER` or a draft method; the desired state maps keys to numbers of actors.
+is nothing to do. A key is `VERIFIER` or a draft method; the desired state maps keys to numbers of actors.
 """
 
 from __future__ import annotations
@@ -70,13 +70,6 @@ class ReplacementLimits:
 
 
 @dataclass(frozen=True)
-class Create:
-    """Make one more actor of this key (a new incarnation, in a vacant seat if there is one)."""
-
-    key: str
-
-
-@dataclass(frozen=True)
 class Remove:
     """End this actor's process."""
 
@@ -86,19 +79,17 @@ class Remove:
     """Whether it failed, which is recorded, rather than being surplus."""
 
 
-Action = Create | Remove
-
-
 def decide(
     desired: Mapping[str, int],
     actors: Sequence[ActorState],
     failures: Mapping[str, FailureRecord],
     now: float,
     limits: ReplacementLimits,
-) -> list[Action]:
-    """The actions that bring the actors one step nearer to the desired state: removals of dead actors first, then per
-    key the surplus or missing actors. Healthy verifiers are never removed, even if fewer are desired."""
-    actions: list[Action] = []
+) -> tuple[list[Remove], list[str]]:
+    """One step nearer to the desired state: removals of dead actors first, then of surplus ones; and the keys of the
+    actors to make, each in a vacant seat if there is one. Healthy verifiers are never removed, even if fewer are
+    desired."""
+    removals, missing = list[Remove](), list[str]()
     kept: list[ActorState] = []
     failures = dict(failures)
     for actor in actors:
@@ -106,13 +97,17 @@ def decide(
         if removal is None:
             kept.append(actor)
             continue
-        actions.append(removal)
+        removals.append(removal)
         if removal.failed:  # counts for actors created in this very step
             failures[actor.key] = record_failure(failures.get(actor.key), now, actor)
     for key in dict.fromkeys((*desired, *(actor.key for actor in actors))):
         mine = [actor for actor in kept if actor.key == key]
-        actions += _balance(key, desired.get(key, 0), mine, failures.get(key), now, limits)
-    return actions
+        surplus = len(mine) - desired.get(key, 0)
+        if surplus > 0 and key != VERIFIER:  # verifiers use the drafters that are left, as after a failure
+            removals += [Remove(actor.actor_id, "surplus") for actor in sorted(mine, key=_removal_rank)[:surplus]]
+        elif surplus < 0 and _may_start(key, failures.get(key), now, limits):
+            missing += [key] * -surplus
+    return removals, missing
 
 
 def record_failure(record: FailureRecord | None, now: float, actor: ActorState) -> FailureRecord:
@@ -129,9 +124,9 @@ def is_given_up(key: str, record: FailureRecord | None, limits: ReplacementLimit
     return key != VERIFIER and record is not None and record.never_started >= limits.max_start_failures
 
 
-def backoff_s(record: FailureRecord | None, limits: ReplacementLimits) -> float:
+def backoff_s(record: FailureRecord, limits: ReplacementLimits) -> float:
     """Seconds to wait after the last failure before the next start; 0 for the first failure."""
-    if record is None or record.quick <= 1:
+    if record.quick <= 1:
         return 0.0
     doublings = min(record.quick - 2, 30)  # more doublings exceed the limit anyway, and floats would overflow
     return min(limits.backoff_s * float(2**doublings), limits.backoff_max_s)
@@ -156,25 +151,13 @@ def _removal(actor: ActorState, now: float, limits: ReplacementLimits) -> Remove
     return Remove(actor.actor_id, reason, failed=True) if reason else None
 
 
-def _balance(
-    key: str,
-    wanted: int,
-    actors: Sequence[ActorState],
-    record: FailureRecord | None,
-    now: float,
-    limits: ReplacementLimits,
-) -> list[Action]:
-    surplus = len(actors) - wanted
-    if surplus > 0 and key != VERIFIER:  # verifiers use the drafters that are left, as after a failure
-        return [Remove(actor.actor_id, "surplus") for actor in sorted(actors, key=_removal_rank)[:surplus]]
-    if surplus >= 0 or is_given_up(key, record, limits):
-        return []
-    if record is not None and key == VERIFIER:
+def _may_start(key: str, record: FailureRecord | None, now: float, limits: ReplacementLimits) -> bool:
+    if record is None or is_given_up(key, record, limits):
+        return record is None
+    if key == VERIFIER:
         # A verifier that served and died is replaced at once: the rollout stops without it, and finds the cause.
         record = replace(record, quick=record.never_started)
-    if record is not None and now - record.last_at < backoff_s(record, limits):
-        return []
-    return [Create(key)] * -surplus
+    return now - record.last_at >= backoff_s(record, limits)
 
 
 def _removal_rank(actor: ActorState) -> tuple[int, float, str]:

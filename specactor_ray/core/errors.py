@@ -6,11 +6,12 @@ allowed values and the fix; the command line prints it without a traceback and e
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -91,15 +92,9 @@ class SpecActorError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
-    def __reduce__(self) -> tuple[Callable[..., SpecActorError], tuple[Any, ...]]:
-        return _restored, (type(self), self.args, vars(self))
-
-
-def _restored(kind: type[SpecActorError], args: tuple[object, ...], attributes: dict[str, Any]) -> SpecActorError:
-    """An error from its message and attributes, whatever the arguments of its class are."""
-    error = kind.__new__(kind, *args)
-    vars(error).update(attributes)
-    return error
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An error is made from its message and attributes, whatever the arguments of its class are."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class UserError(SpecActorError, ValueError):

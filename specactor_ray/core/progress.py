@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from time import monotonic
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -19,7 +18,8 @@ from specactor_ray.core.console import START_LOG, say
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_FIRST_LINE_S = 3.0
+_FIRST_LINE_S, _LINE_S = 3.0, 10.0
+"""Seconds until the first line, and between lines."""
 _WIDE = 120
 """Width of a console, in columns, with room for a long bar beside the figures."""
 
@@ -49,10 +49,10 @@ class Heartbeat:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        begin = time.monotonic()
+        begin = monotonic()
         while not self._ended.wait(self._interval_s):
             try:
-                self._beat(time.monotonic() - begin)
+                self._beat(monotonic() - begin)
             except Exception:  # a display error must not end the work
                 logger.debug("progress could not be shown", exc_info=True)
 
@@ -80,7 +80,7 @@ class PhaseProgress:
     """Shows the progress of a phase; call `update` while the `with` block runs.
 
     Args:
-        console: A bar if it is a terminal, else plain lines, one every `line_interval_s`, the first after 3 s.
+        console: A bar if it is a terminal, else plain lines, one every 10 s, the first after 3 s.
         title: Name of the phase.
         total: Final value of `done`.
         poll: Called with this object twice a second, from a separate thread, and once at the end; it calls `update`.
@@ -91,14 +91,9 @@ class PhaseProgress:
         console: Console,
         title: str,
         total: float,
-        line_interval_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
         poll: Callable[[PhaseProgress], None] | None = None,
     ) -> None:
         self._console, self._title, self._total = console, title, max(total, 1e-9)
-        self._interval_s, self._clock = line_interval_s, clock
-        self._begin = clock()
-        self._next_line = self._begin + min(line_interval_s, _FIRST_LINE_S)
         self._first: float | None = None
         self._done, self._line = 0.0, ""
         self._bar = Progress(
@@ -115,8 +110,8 @@ class PhaseProgress:
         self._polls = None if poll is None else Heartbeat(lambda _: poll(self), _POLL_S)
 
     def __enter__(self) -> PhaseProgress:
-        self._begin = self._clock()
-        self._next_line = self._begin + min(self._interval_s, _FIRST_LINE_S)
+        self._begin = monotonic()
+        self._next_line = self._begin + _FIRST_LINE_S
         self._bar.start()
         if self._polls is not None:
             self._polls.start()
@@ -133,7 +128,7 @@ class PhaseProgress:
     @property
     def seconds(self) -> float:
         """Seconds since the beginning of the phase."""
-        return self._clock() - self._begin
+        return monotonic() - self._begin
 
     def rate_at(self, done: float) -> float:
         """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
@@ -147,8 +142,8 @@ class PhaseProgress:
         self._done = min(done, self._total)
         self._line = f"{self._title}: {self._done / self._total:.0%}, {figures}"
         self._bar.update(self._task, completed=self._done, total=self._total, figures=figures + self._time_left())
-        if self._bar.disable and self._clock() >= self._next_line:
-            self._next_line = self._clock() + self._interval_s
+        if self._bar.disable and monotonic() >= self._next_line:
+            self._next_line = monotonic() + _LINE_S
             say(self._console, self._line + self._time_left())
 
     def _time_left(self) -> str:
@@ -165,36 +160,18 @@ def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
     return lambda tokens: progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressState:
-    """Progress of a rollout at one moment."""
-
-    done: int = 0
-    """Number of ended trajectories, including failed ones."""
-    failed: int = 0
-    tokens: int = 0
-    """Number of output tokens so far."""
-    acceptance_length: float = 0.0
-
-
 def rollout_progress(
-    console: Console,
-    title: str,
-    total: int,
-    read: Callable[[], ProgressState],
-    line_interval_s: float = 5.0,
-    clock: Callable[[], float] = time.monotonic,
+    console: Console, title: str, total: int, read: Callable[[], tuple[int, int, int, float]]
 ) -> PhaseProgress:
-    """Progress of a rollout of `total` trajectories. Another thread calls `read`, so it must not change anything."""
+    """Progress of a rollout of `total` trajectories. `read` returns how many have ended, how many of these failed, the
+    output tokens so far and the acceptance length. Another thread calls it, so it must not change anything."""
 
     def show(progress: PhaseProgress) -> None:
-        state = read()
-        finished = state.done - state.failed
+        ended, failed, tokens, length = read()
         figures = (
-            f"{finished}/{total} trajectories, {state.tokens:,} tokens, "
-            f"{state.tokens / max(progress.seconds, 1e-9):.1f} tokens/s, "
-            f"acceptance length {state.acceptance_length:.2f}"
+            f"{ended - failed}/{total} trajectories, {tokens:,} tokens, "
+            f"{tokens / max(progress.seconds, 1e-9):.1f} tokens/s, acceptance length {length:.2f}"
         )
-        progress.update(finished, figures + (f", {state.failed} failed" if state.failed else ""))
+        progress.update(ended - failed, figures + (f", {failed} failed" if failed else ""))
 
-    return PhaseProgress(console, title, total, line_interval_s, clock, show)
+    return PhaseProgress(console, title, total, show)

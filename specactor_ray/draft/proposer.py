@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
+from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, Checkpoint, class_of, traits
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, count_parameters, token_bytes
@@ -165,7 +165,7 @@ def footprint(drafter: DrafterSpec, target: TargetConfig, total: float | None) -
     CPU)."""
     if not drafter.model:
         return 0.0, 0.0
-    if reads_head(drafter.method):
+    if traits(drafter.method).checkpoint is Checkpoint.HEAD:
         from specactor_ray.draft.eagle.checkpoint import empty_head
 
         head = empty_head(drafter.model, target)

@@ -24,7 +24,7 @@ from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.metrics import drafter_health
-from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
+from specactor_ray.core.progress import rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import known_number, require_tokenizer
 from specactor_ray.models.loading import load_tokenizer, require_named_model
@@ -256,9 +256,9 @@ def _consume(
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
     unscored = deque[tuple[dict[str, Any], Future[tuple[float | None, str]]]]()
 
-    def read() -> ProgressState:
+    def read() -> tuple[int, int, int, float]:
         metrics, ended = rollout.metrics(), tally.finish_reasons
-        return ProgressState(ended.total(), ended["error"], rollout.committed_tokens, metrics.acceptance_length)
+        return (ended.total(), ended["error"], rollout.committed_tokens, metrics.acceptance_length)
 
     def keep(row: dict[str, Any]) -> None:
         with results_in(writer.partial.parent):

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.controller.reconcile import (
-    Action,
     ActorState,
-    Create,
     FailureRecord,
     Remove,
     ReplacementLimits,
@@ -40,28 +38,22 @@ class World:
         self.failing = failing
         self._numbers = itertools.count()
 
-    def decide(self, desired: Desired) -> list[Action]:
+    def decide(self, desired: Desired) -> tuple[list[Remove], list[str]]:
         return decide(desired, list(self.actors.values()), self.failures, self.now, POLICY)
 
     def step(self, desired: Desired) -> int:
-        actions = self.decide(desired)
-        for action in actions:
-            self.apply(action)
+        removals, missing = self.decide(desired)
+        for removal in removals:
+            actor = self.actors.pop(removal.actor_id)
+            if removal.failed:
+                self.failures[actor.key] = record_failure(self.failures.get(actor.key), self.now, actor)
+        for key in missing:
+            name = f"{key}-new{next(self._numbers)}"
+            self.actors[name] = ActorState(name, key, since=self.now, created_at=self.now)
         self.now += TICK_S
         for actor in self.actors.values():
             self.age(actor)
-        return len(actions)
-
-    def apply(self, action: object) -> None:
-        if isinstance(action, Remove):
-            actor = self.actors.pop(action.actor_id)
-            if action.failed:
-                earlier = self.failures.get(actor.key)
-                self.failures[actor.key] = record_failure(earlier, self.now, actor)
-        else:
-            assert isinstance(action, Create)
-            name = f"{action.key}-new{next(self._numbers)}"
-            self.actors[name] = ActorState(name, action.key, since=self.now, created_at=self.now)
+        return len(removals) + len(missing)
 
     def enter(self, actor: ActorState, phase: Phase) -> None:
         actor.phase, actor.since = phase, self.now
@@ -114,7 +106,7 @@ def test_converges_from_anywhere_and_then_rests(actors: list[ActorState], desire
     world = World(actors)
     verifiers = [actor for actor in actors if actor.key == VERIFIER and actor.phase is Phase.READY]
     healthy = {actor.actor_id for actor in verifiers if actor.silent_s(world.now) < POLICY.health_timeout_s}
-    touched = {action.actor_id for action in world.decide(desired) if isinstance(action, Remove)}
+    touched = {removal.actor_id for removal in world.decide(desired)[0]}
     assert not healthy & touched, "healthy verifiers are never removed"
     for _ in range(80):
         before = {key: world.count(key) for key in KEYS}
@@ -131,7 +123,7 @@ def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started:
     """One that served and died is replaced at once, however often: a request that kills verifiers is found that way."""
     record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0)
     failures = {VERIFIER: record, "ngram": record}
-    assert decide({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == [Create(VERIFIER)] * created
+    assert decide({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == ([], [VERIFIER] * created)
 
 
 def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
@@ -141,7 +133,7 @@ def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
         ActorState("waiting", "ngram", Phase.PENDING, created_at=3.0),
     )
     actions = decide({VERIFIER: 0, "ngram": 1}, actors, {}, 10.0, POLICY)
-    assert actions == [Remove("waiting", "surplus"), Remove("young", "surplus")]
+    assert actions == ([Remove("waiting", "surplus"), Remove("young", "surplus")], [])
 
 
 def test_silent_stuck_and_dead_actors_are_replaced_in_the_same_step() -> None:
@@ -152,25 +144,25 @@ def test_silent_stuck_and_dead_actors_are_replaced_in_the_same_step() -> None:
         ready("slow", unanswered_since=11.0),
         ActorState("dead", "ngram", Phase.DEAD, error=SpecActorError("killed")),
     )
-    assert decide({VERIFIER: 3, "ngram": 2}, actors, {}, 20.0, POLICY) == [
+    removals = [
         Remove("silent", "it gave no answer for 11.0 s", failed=True),
         Remove("stuck", "it was in one step for 300.0 s", failed=True),
         Remove("dead", "killed", failed=True),
-        *[Create(VERIFIER)] * 2,
-        Create("ngram"),
     ]
+    made = [VERIFIER, VERIFIER, "ngram"]
+    assert decide({VERIFIER: 3, "ngram": 2}, actors, {}, 20.0, POLICY) == (removals, made)
 
 
 def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> None:
     world = World([], failing=frozenset({"ngram", VERIFIER}))
-    desired, starts = {VERIFIER: 1, "ngram": 1, "draft_model": 1}, Counter[Action]()
+    desired, starts = {VERIFIER: 1, "ngram": 1, "draft_model": 1}, Counter[str]()
     for _ in range(500):
-        starts.update(action for action in world.decide(desired) if isinstance(action, Create))
+        starts.update(world.decide(desired)[1])
         world.step(desired)
-    assert starts[Create("ngram")] == POLICY.max_start_failures
+    assert starts["ngram"] == POLICY.max_start_failures
     assert is_given_up("ngram", world.failures["ngram"], POLICY)
     assert not is_given_up(VERIFIER, world.failures[VERIFIER], POLICY)
-    assert POLICY.max_start_failures < starts[Create(VERIFIER)] < 20  # never given up, but backed off
+    assert POLICY.max_start_failures < starts[VERIFIER] < 20  # never given up, but backed off
     assert world.count("draft_model", Phase.READY) == 1
 
 
@@ -179,8 +171,8 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
 )
 def test_waits_before_starts_double_up_to_a_limit(quick: int, wait_s: float) -> None:
     failures = {"ngram": FailureRecord(quick=quick, never_started=0, last_at=100.0)}
-    assert decide({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY) == [Create("ngram")]
-    assert not wait_s or decide({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY) == []
+    assert decide({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY)[1] == ["ngram"]
+    assert not wait_s or decide({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY)[1] == []
 
 
 def test_actors_that_fail_side_by_side_count_once() -> None:

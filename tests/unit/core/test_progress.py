@@ -13,37 +13,44 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from specactor_ray.core import progress as progress_module
 from specactor_ray.core.console import START_LOG, log_through
 from specactor_ray.core.progress import (
     PhaseProgress,
-    ProgressState,
     rollout_progress,
     show_tokens,
     start_phase,
 )
 
 
-@pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:37"), (500, "20.0", "0:12")])
-def test_lines_tell_rate_and_time_left_the_first_early(first: int, rate: str, left: str) -> None:
-    seconds, stream = [100.0], io.StringIO()
-    with PhaseProgress(Console(file=stream, width=200), "rollouts", 1000, clock=lambda: seconds[0]) as progress:
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which a test moves."""
+    now = [100.0]
+    monkeypatch.setattr(progress_module, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("first", "left"), [(0, "0:37"), (500, "0:12")])
+def test_lines_tell_rate_and_time_left_the_first_early(seconds: list[float], first: int, left: str) -> None:
+    stream = io.StringIO()
+    with PhaseProgress(Console(file=stream, width=200), "rollouts", 1000) as progress:
         show = show_tokens(progress)
         show(first)
         for tokens in (first + 20, first + 60, first + 200, first + 260):  # after 1, 3, 10 and 13 s
             seconds[0] = 100.0 + (tokens - first) / 20
             show(tokens)
     early, line, end = stream.getvalue().splitlines()
-    assert early.startswith(f"rollouts: {(first + 60) / 10:.0f}%, {first + 60:,} tokens, {rate} tokens/s, ")
-    assert line.endswith(f", {first + 260:,} tokens, {rate} tokens/s, {left} left")
-    assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, {rate} tokens/s, ended after 13 s"
+    assert early.startswith(f"rollouts: {(first + 60) / 10:.0f}%, {first + 60:,} tokens, 20.0 tokens/s, ")
+    assert line.endswith(f", {first + 260:,} tokens, 20.0 tokens/s, {left} left")
+    assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, 20.0 tokens/s, ended after 13 s"
 
 
 @pytest.mark.parametrize(("failed", "words"), [(1, ", 1 failed"), (0, "")])
-def test_a_rollout_without_a_terminal(failed: int, words: str) -> None:
-    out, seconds = io.StringIO(), [0.0]
-    state = ProgressState(done=2 + failed, failed=failed, tokens=250, acceptance_length=1.5)
-    with rollout_progress(Console(file=out, width=200), "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
-        seconds[0] = 2.0
+def test_a_rollout_without_a_terminal(seconds: list[float], failed: int, words: str) -> None:
+    out = io.StringIO()
+    with rollout_progress(Console(file=out, width=200), "rollout [x]", 8, lambda: (2 + failed, failed, 250, 1.5)):
+        seconds[0] = 102.0
     figures = "2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50"
     assert out.getvalue() == f"rollout [x]: 25%, {figures}{words}, ended after 2 s\n"
 
@@ -53,7 +60,7 @@ def test_a_rollout_on_a_terminal(width: int, words: str) -> None:
     """A narrow one cuts the figures alone."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True)
-    with rollout_progress(console, "round 1: auto", 8, lambda: ProgressState(done=8, tokens=10)):
+    with rollout_progress(console, "round 1: auto", 8, lambda: (8, 0, 10, 0.0)):
         pass
     line = next(line for line in map(plain_text, out.getvalue().splitlines()) if "8/8" in line)
     assert line.startswith("round 1: auto ") and words in line and line.endswith("0:00:00") and len(line) <= width
@@ -67,13 +74,13 @@ def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("specactor_ray.core.progress._POLL_S", 0.001)
     reads, twice = list[int](), threading.Event()
 
-    def read() -> ProgressState:
+    def read() -> tuple[int, int, int, float]:
         reads.append(1)
         if len(reads) == 2:
             twice.set()
         if len(reads) == 1:
             raise RuntimeError("no metrics yet")
-        return ProgressState(done=8)
+        return 8, 0, 0, 0.0
 
     with rollout_progress(Console(file=io.StringIO()), "rollout", 8, read):
         assert twice.wait(60.0)
