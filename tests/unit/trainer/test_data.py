@@ -14,6 +14,8 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.trainer.data import Task, TaskStream, open_source
 from tests.refused import refused
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+
 
 def write(path: Path, rows: list) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -46,20 +48,16 @@ def test_every_epoch_holds_every_task_in_an_order_of_its_own() -> None:
     assert [taken(numbers(40, 7, False, position), 1) for position in (0, 1, 40)] == [[0], [1], [0]]
 
 
-def test_jsonl_with_answers_and_metadata(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1?", "answer": 2, "level": "easy"}, {"messages": [{"role": "user", "content": "hi"}]}]
-    source = open_source(DataConfig(path=write(tmp_path / "t.jsonl", rows)), 0)
-    assert len(source) == 2
-    assert (source[0].prompt, source[0].answer, dict(source[0].metadata)) == ("1+1?", "2", {"level": "easy"})
-    assert source[1].prompt == [{"role": "user", "content": "hi"}] and source[1].answer is None
-
-
-def test_keys_and_system_prompt(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [{"question": "1+1?", "solution": "2"}])
-    config = DataConfig(path=path, prompt_key="question", answer_key="solution", system_prompt="Be brief.")
-    task = open_source(config, 0)[0]
-    assert task.answer == "2"
-    assert task.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+def test_prompts_answers_and_metadata_of_a_file(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "solution": 2, "level": "easy"}, {"messages": MESSAGES}]
+    path = write(tmp_path / "t.jsonl", rows)
+    config = DataConfig(path=path, prompt_key="question", answer_key="solution")
+    first, second = open_source(config, 0)[0], open_source(config, 0)[1]
+    assert (first.prompt, first.answer, dict(first.metadata)) == ("1+1?", "2", {"level": "easy"})
+    assert second.prompt == MESSAGES and second.answer is None
+    config.system_prompt = "Be brief."
+    system = {"role": "system", "content": "Be brief."}
+    assert open_source(config, 0)[0].prompt == [system, {"role": "user", "content": "1+1?"}]
     config.chat = False
     assert open_source(config, 0)[0].prompt == "Be brief.\n1+1?"
 
@@ -149,9 +147,6 @@ def table(path: Path, columns: dict) -> str:
     return str(path)
 
 
-MESSAGES = [{"role": "user", "content": "hi"}]
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -193,8 +188,7 @@ def test_a_number_is_the_text_of_its_digits_in_every_format(tmp_path: Path) -> N
     assert [source[i].answer for i in range(len(source))] == [text for _, text in NUMBERS + whole]
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     for kind in ("float64", "float32"):
-        columns = {"prompt": ["a"] * (len(NUMBERS) + 1), "answer": [value for value, _ in NUMBERS] + [None]}
-        features = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value(kind)})
-        datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / f"{kind}.parquet")
+        rows = datasets.Dataset.from_list([{"prompt": "a", "answer": value} for value, _ in NUMBERS])
+        rows.cast_column("answer", datasets.Value(kind)).to_parquet(tmp_path / f"{kind}.parquet")
         source = open_source(DataConfig(path=str(tmp_path / f"{kind}.parquet")), 0)
-        assert [source[i].answer for i in range(len(source))] == [*(text for _, text in NUMBERS), None]
+        assert [source[i].answer for i in range(len(source))] == [text for _, text in NUMBERS]

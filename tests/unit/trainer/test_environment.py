@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -97,16 +96,6 @@ def ask(name: str, method: str, *arguments: Any, options: dict[str, Any] | None 
 def step(name: str, state: bytes, text: str, number: int = 0, answer: str | None = "7") -> Any:
     sample = RewardSample("p", text, answer, finish_reason="stop")
     return ask(name, "step", state, sample, (1, 2), number, False)
-
-
-def test_an_instance_is_kept_between_its_steps() -> None:
-    state, messages = ask(ECHO, "reset", Task(0, "Hi"), 100)
-    assert messages == [{"role": "user", "content": "Hi 3"}]
-    state, _ = step(ECHO, state, "a")
-    again, reply = step(ECHO, state, "b", 1)
-    assert reply == Reply([{"role": "user", "content": "3: a b"}], 1.0)
-    assert step(ECHO, state, "b", 1) == (again, reply), "a step is repeated from where it began"
-    assert pickle.loads(again).heard == ["a", "b"]
 
 
 def test_turns_are_scored_by_the_reward_functions() -> None:

@@ -95,26 +95,11 @@ def test_tasks_skipped_for_a_step_are_counted_for_it() -> None:
     ]
 
 
-def test_every_output_of_a_group_is_compared_with_the_others() -> None:
-    experience = collect(["1 0 0 1"])
-    assert advantages(experience) == [0.866, -0.866, -0.866, 0.866]
+def test_outputs_are_scored_while_others_are_rolled_out() -> None:
+    """By what the pattern finds in them. Samples and advantages are recomputed in `test_recomputation.py`."""
+    experience = collect(["x=1 x=2 1 y=1"], reward={"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"})
+    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and EVENTS == ["ended", "scored"] * 4
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
-    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.is_unusable
-    assert EVENTS == ["ended", "scored"] * 4, "an output is scored while others are rolled out"
-    reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
-    assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_what_could_not_be_scored_is_left_out_of_its_group_or_has_a_value() -> None:
-    """Half of them, so that rewards and failures are equally many."""
-    experience = collect(["1 x 0 1", "x 0 x x"])
-    assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
-    assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three; one of one has no baseline"
-    assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
-    assert dict(experience.failures["reward"]) == {NO_NUMBER: 4} and not experience.is_unusable
-    experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
-    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
-    assert experience.failures["reward"].total() == 2 and not experience.is_unusable
 
 
 @pytest.mark.parametrize(
@@ -122,6 +107,7 @@ def test_what_could_not_be_scored_is_left_out_of_its_group_or_has_a_value() -> N
     [
         ("x x x x", {}, 0, True),
         ("x x x x", {"reward": {"failure_value": 0.0}}, 4, True),
+        ("1 x 0 x", {"reward": {"failure_value": 0.0}}, 4, False),
         ("1 ! 0 !", {}, 2, False),
         ("! ! ! !", {}, 0, True),
         ("1 x x x", {"name": "ppo"}, 1, False),
@@ -132,7 +118,7 @@ def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int
     experience = collect([outputs], **settings)
     assert (len(experience.samples), experience.is_unusable) == (samples, is_unusable)
     assert experience.failures["rollout"].total() == outputs.count("!")
-    assert experience.failures["reward"].total() == outputs.count("x")
+    assert experience.failures["reward"] == ({NO_NUMBER: outputs.count("x")} if "x" in outputs else {})
 
 
 def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() -> None:
@@ -147,16 +133,10 @@ def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() 
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_what_advantages_do_not_depend_on(name: str) -> None:
-    """The length of outputs with equal rewards, before the punishment or after it, and an offset of all rewards."""
-    settings: dict[str, Any] = {"name": name, "dynamic_sampling": False}
-    for outputs, alike in (("1 1 1 1", True), ("0 0 0 1", False), ("1 1.25 1.5 1.75", True)):
-        long = collect([outputs], overlong_buffer=4, sampling=SamplingParams(max_tokens=5), **settings)
-        assert (long.zero_variance_groups, long.groups) == (int(alike), 1)
-        assert (advantages(long) == [0.0] * 4) == alike
-    expected = advantages(collect(["1 2 4 8"], **settings))
+def test_advantages_do_not_depend_on_an_offset_of_the_rewards(name: str) -> None:
+    expected = advantages(collect(["1 2 4 8"], name=name))
     for offset in (-1e6, 1e8, 1e12):
-        moved = collect([" ".join(str(offset + value) for value in (1, 2, 4, 8))], **settings)
+        moved = collect([" ".join(str(offset + value) for value in (1, 2, 4, 8))], name=name)
         assert advantages(moved) == expected and moved.zero_variance_groups == 0
 
 

@@ -93,67 +93,34 @@ def test_the_present_work(tmp_path: Path) -> None:
     ]
 
 
-FIGURES: dict[str, Any] = {
-    "train": {
-        "reward_mean": 0.6,
-        "reward_std": 0.2,
-        "sampled": 16,
-        "pass_rate": 0.25,
-        "length_mean": 9.94,
-        "kl": 0.00125,
-        "entropy": 1.2,
-        "grad_norm": -0.0,
-        "turns_mean": 2.0,
-        "loss": -0.0,
-    },
-    "speed": {"tokens_per_s": 412.3, "acceptance_length": 1.74, "by_method": {"suffix": [100, 47], "ngram": [0, 0]}},
-    "seconds": {"rollout": 1.24, "step": 8.1},
-    "step": 12,
-}
-
-
 def test_a_step_in_a_line_for_every_width() -> None:
-    lines = {width: step_line(FIGURES, 30, width) for width in range(40, 220)}
+    """The most important figures that fit, without those that say nothing."""
+    train: dict[str, Any] = {"reward_mean": 0.6, "reward_std": 0.2, "sampled": 16, "pass_rate": 0.25, "kl": 0.00125}
+    train |= {"length_mean": 9.94, "entropy": 1.2, "grad_norm": -0.0, "turns_mean": None, "loss": -0.0}
+    speed = {"tokens_per_s": 412.3, "acceptance_length": 1.74, "by_method": {"suffix": [100, 47], "ngram": [0, 0]}}
+    record = {"train": train, "speed": speed, "seconds": {"rollout": 1.24, "step": 8.1}, "step": 12}
+    lines = {width: step_line(record, 30, width) for width in range(40, 220)}
     assert all(len(line) <= max(width, 31) for width, line in lines.items())
     assert all(len(lines[width]) <= len(lines[width + 20]) for width in range(40, 199))
     assert lines[80] == "step 12/30: reward 0.600 ±0.050, pass 25%, length 9.9, rollout 1.2 of 8.1 s"
-    assert lines[100] == f"{lines[80]}, acc. length 1.74"
-    ends = ", kl 0.0013, entropy 1.200, grad 0.000, turns 2.0, 412 tokens/s, 47% of suffix's drafts right"
-    assert lines[219] == lines[100] + ends
-
-
-def test_figures_that_say_nothing_are_left_out() -> None:
-    nothing = {"reward_mean": None, "reward_std": None, "pass_rate": 0.0, "kl": None, "turns_mean": None}
-    line = step_line({**FIGURES, "train": {**FIGURES["train"], **nothing}}, 30, 200)
-    assert line.startswith("step 12/30: reward -, length 9.9, rollout") and ", entropy 1.200, grad 0.000, 412" in line
-    assert not [word for word in ("pass", "kl", "turns", "loss", "-0") if word in line]
+    ends = ", acc. length 1.74, kl 0.0013, entropy 1.200, grad 0.000, 412 tokens/s, 47% of suffix's drafts right"
+    assert lines[219] == lines[80] + ends
 
 
 def test_what_a_run_came_to() -> None:
     """Rates over all steps: of 30 + 60 tokens in 1 + 4 seconds, in 20 + 30 steps of requests."""
-    speeds = [(30, 30.0, 1.5), (60, 15.0, 2.0)]
-    speed = [dict(zip(("generated_tokens", "tokens_per_s", "acceptance_length"), one, strict=True)) for one in speeds]
-    rewards, seconds = [0.25, 0.75], [{"rollout": 1.0, "step": 5.0}, {"rollout": 4.0, "step": 15.0}]
-    records: list[dict[str, Any]] = [
+    figures = [(0.25, 30, 30.0, 1.5, 1.0, 5.0), (0.75, 60, 15.0, 2.0, 4.0, 15.0), (None, 0, 0.0, 0.0, 0.0, 0.0)]
+    records = [
         {
             "step": step,
             "train": {"reward_mean": reward},
-            "speed": {**fast, "tokens": fast["generated_tokens"]},
-            "seconds": s,
+            "speed": {"tokens": count, "generated_tokens": count, "tokens_per_s": rate, "acceptance_length": length},
+            "seconds": {"rollout": rollout_s, "step": step_s},
         }
-        for step, (reward, fast, s) in enumerate(zip(rewards, speed, seconds, strict=True), start=1)
+        for step, (reward, count, rate, length, rollout_s, step_s) in enumerate(figures, start=1)
     ]
-    unscored = {"step": 3, "train": {"reward_mean": None}, "speed": dict.fromkeys(speed[0], 0.0), "seconds": {}}
-    found = results_of([*records, {**unscored, "speed": {**unscored["speed"], "tokens": 0}}])
-    assert found == {
-        "first_reward": 0.25,
-        "last_reward": 0.75,
-        "best_reward": 0.75,
-        "best_step": 2,
-        "tokens_per_s": 18.0,
-        "acceptance_length": 1.8,
-        "rollout_share": 0.25,
-    }
+    expected = {"first_reward": 0.25, "last_reward": 0.75, "best_reward": 0.75, "best_step": 2}
+    assert results_of(records) == {**expected, "tokens_per_s": 18.0, "acceptance_length": 1.8, "rollout_share": 0.25}
     assert set(results_of([]).values()) == {None}
 
 
@@ -204,13 +171,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
             with record.timed(phase):
                 ticks.now += seconds
         failures = {"reward": Counter({"no number": 1}), "rollout": Counter[str]()}
-        counts: dict[str, Any] = {
-            "zero_variance_groups": 3,
-            "rounds": 2,
-            "turns": 5,
-            "failures": failures,
-            "skipped_tasks": 4,
-        }
+        counts: dict[str, Any] = {"zero_variance_groups": 3, "rounds": 2, "turns": 5, "failures": failures}
         experience = Experience([SAMPLE], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, **counts)
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
@@ -221,7 +182,7 @@ def test_speeds_are_those_of_their_tokens_and_times(
         ages = {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
         train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 3, "sampling_rounds": 2, "turns_mean": 2.5}
-        train |= {"skipped_tasks": 4}
+        train |= {"skipped_tasks": 0}
         speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
@@ -239,36 +200,30 @@ def test_speeds_are_those_of_their_tokens_and_times(
             "failures": {"reward": {"no number": 1}, "rollout": {}},
         }, "every figure, and no other"
     assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
-    assert totals["skipped_tasks"] == 8
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
 
 
-def test_a_step_without_a_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_a_reward_and_one_with_skipped_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning each in the log; the numbers are in the metrics and the summary."""
     recorded = Recorded(tmp_path, Ticks())
     reasons = Counter({"ValueError: no box": 2, "TimeoutError: 5 s": 3, "TimeoutError: 6 s": 1})
-    recorded.steps(Experience([], [trajectory(range(4))], failures={"reward": reasons, "rollout": Counter()}))
+    failures = {"reward": reasons, "rollout": Counter[str]()}
+    skip = "t.jsonl, line 4, has 9 tokens, and 3 is the limit"
+    unscored = Experience([], [trajectory(range(4))], failures=failures)
+    recorded.steps(unscored, Experience(skipped_tasks=99, first_skip=skip))
     totals = recorded.recorder.finish("failed", 0).summary["totals"]
-    (found,) = recorded.records
+    found, skipped = recorded.records
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
     assert ": reward -, length 4.0, rollout 0" in recorded.lines[0]
     assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
     assert "step 1: 6 samples have no reward: 4 x TimeoutError, such as: 5 s, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
     assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}
-    assert totals["left_out"] == {"skipped": 1, "no_gradient": 2}
+    assert totals["left_out"] == {"skipped": 2, "no_gradient": 4}
     assert not [name for name, value in numbers(found) if value is None]
-
-
-def test_skipped_tasks_are_in_the_log_the_metrics_and_the_summary(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning a step; no warning for a step without them."""
-    recorded, reason = Recorded(tmp_path, Ticks()), "t.jsonl, line 4, has 9 tokens, and 3 is the limit"
-    recorded.steps(*(Experience(skipped_tasks=count, first_skip=reason if count else "") for count in (0, 99, 2)))
-    assert [one["train"]["skipped_tasks"] for one in recorded.records] == [0, 99, 2]
-    assert recorded.recorder.finish("complete", 0).summary["totals"]["skipped_tasks"] == 101
+    assert skipped["train"]["skipped_tasks"] == totals["skipped_tasks"] == 99
+    assert caplog.text.count("tasks skipped") == 1
     assert "step 2: tasks skipped: 99 (the first: t.jsonl, line 4, has 9 tokens" in caplog.text
-    assert caplog.text.count("tasks skipped") == 2
 
 
 def test_staleness_is_counted_in_own_tokens() -> None:
