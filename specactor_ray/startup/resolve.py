@@ -275,8 +275,6 @@ def check_draft_models(config: Config, vocabulary: int) -> None:
 def _share_tokenizer(spec: DrafterSpec, target: TargetConfig) -> bool:
     """Whether both models have the same tokens, so that one embedding is only padded further, as in families of models
     (Qwen2.5: 151,936 rows up to 3B, 152,064 from 7B on)."""
-    try:
-        draft = load_tokenizer(str(spec.model), trust_remote_code=spec.trust_remote_code)
-        return draft.get_vocab() == load_tokenizer(target.model, trust_remote_code=target.trust_remote_code).get_vocab()
-    except ModelLoadError:  # without a tokenizer
-        return False
+    models = (str(spec.model), spec.trust_remote_code), (target.model, target.trust_remote_code)
+    draft, ours = (load_tokenizer(name, trust_remote_code=trust).get_vocab() for name, trust in models)
+    return draft == ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -197,7 +196,8 @@ def test_a_drafters_cache_holds_a_page() -> None:
 def test_a_draft_model_may_lack_padding_if_the_tokenizer_is_the_targets(kind: str, tmp_path: Path) -> None:
     """As Qwen2.5-0.5B with 151,936 rows beside 7B with 152,064."""
     tokenizer = load_tokenizer(str(tiny_target()))
-    shutil.copy(tiny_target() / "config.json", tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_target() / name)
     if kind == "other":
         tokenizer.add_tokens(["<other>"])
     if kind != "none":
@@ -207,9 +207,8 @@ def test_a_draft_model_may_lack_padding_if_the_tokenizer_is_the_targets(kind: st
     if kind == "same":
         check_draft_models(config, 640)
         return
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError if kind == "other" else ModelLoadError, match="tokenizer"):
         check_draft_models(config, 640)
-    assert error.value.key == "drafters.0.model"
 
 
 def test_a_cache_is_that_of_each_rank() -> None:
