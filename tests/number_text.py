@@ -10,6 +10,7 @@ import numpy as np
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.chains import GAPS
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
+from specactor_ray.simulation.text import GeneratedText
 
 VOCABULARY = 1000
 _RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
@@ -26,8 +27,8 @@ def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
     return tuple(true_token(sampling.seed, version, begin + position) for position in range(sampling.max_tokens))
 
 
-class HashedText:
-    """The `Text` of these outputs. `skill`: draft method → chance that a draft token is right; 0.5 for others."""
+class HashedText(GeneratedText):
+    """These outputs. `skill`: draft method → chance that a draft token is right; 0.5 for others."""
 
     vocab_size = VOCABULARY
 
@@ -45,9 +46,6 @@ class HashedText:
         left = np.where(draws < first, 0.0, (draws - first) / max(1.0 - first, 1e-9))  # uniform where it is wrong
         ranks = np.where(draws < first, 0, 1 + np.searchsorted(_RIGHT_TO, left, side="right"))
         return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
-
-    def probability(self, method: str, seed: int, position: int) -> float:
-        return self._skill.get(method, 0.5)
 
 
 class NumberText:

@@ -92,18 +92,6 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 
 
 @_jit
-def reads(placed: Any, cached: Any, texts: Any) -> bool:
-    """Whether a main chain with room must read more than its last token; `cached`: number of tokens in the cache."""
-    texts = Texts(*texts)
-    for row in range(len(placed)):
-        end = texts.lengths[row] + texts.length[row, 0]
-        has_room = end < min(texts.lengths[row] + texts.window, texts.limits[row])
-        if placed[row] and has_room and end - cached[row] > 1:
-            return True
-    return False
-
-
-@_jit
 def draft(
     known: Any, ranks: Any, cached: Any, texts: Any, table: Any, rows: Any, numbers: Any, vocab_size: int, most: int
 ) -> Any:
@@ -111,7 +99,7 @@ def draft(
 
     Args:
         known: `(rows, most)`: right tokens.
-        ranks: `(rows, 2, most)`: see `Text.ranks`.
+        ranks: `(rows, 2, most)`: see `GeneratedText.ranks`.
         cached: `(rows,)`: number of tokens of main chains in the cache, updated, as is `rows` of the table of
             branches.
         texts, table: Arrays of `TableView` and `BranchTable`.

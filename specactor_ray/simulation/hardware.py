@@ -22,9 +22,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+
+import yaml
 
 from specactor_ray.config.fields import at_least, not_empty, positive
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
@@ -32,7 +33,6 @@ from specactor_ray.config.load import find_file, load_as
 from specactor_ray.core.errors import ConfigError, did_you_mean
 from specactor_ray.plan.costs import StepTimes, load_costs
 
-S = TypeVar("S")
 _FOLDER = "simulation/hardware"
 SHIPPED = PACKAGE_FILES / _FOLDER
 
@@ -212,14 +212,6 @@ def _linears(seconds: tuple[float, float], positions: int) -> float:
 # ---- files ----
 
 
-@dataclass
-class ModelsFile:
-    """The file of model shapes."""
-
-    models: dict[str, Any] = field(default_factory=dict)
-    """Name → `ModelSpec`."""
-
-
 @dataclass(frozen=True)
 class MeasuredHardware:
     """Steps of a run. Its cache has no limit."""
@@ -260,24 +252,17 @@ def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
     if not path.is_file():
         problem = f"there is no such file, and none of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    return _checked(DeviceSpec, path, path)
-
-
-def _checked(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
-    """A file, or the section of it with this prefix of its keys. Errors begin with the path."""
     try:
-        section = load_as(schema, source)
+        return load_as(DeviceSpec, path)
     except ConfigError as error:
-        key = error.key if error.key == str(path) else f"{path}: {prefix}{error.key}".rstrip(".")
-        raise ConfigError(key, error.problem, error.fix) from None
-    return section
+        raise ConfigError(f"{path}: {error.key}", error.problem, error.fix) from None
 
 
 @functools.cache
-def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]:
-    """Model name → shape. Raises ConfigError if the file is invalid; the message names the key."""
-    models = _checked(ModelsFile, path, path).models
-    return {str(name): _checked(ModelSpec, entry, path, f"models.{name}.") for name, entry in models.items()}
+def load_models() -> Mapping[str, ModelSpec]:
+    """Shipped models: name → shape."""
+    models = yaml.safe_load((SHIPPED / "models.yaml").read_text(encoding="utf-8"))
+    return {name: load_as(ModelSpec, shape) for name, shape in models["models"].items()}
 
 
 def find_model(name: str) -> ModelSpec:

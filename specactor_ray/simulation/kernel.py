@@ -91,8 +91,6 @@ class Kernel:
         self._hub = getcurrent()
         self._running: Fiber | None = None
         self._alive: dict[Fiber, None] = {}
-        self._idle: list[greenlet] = []
-        """Coroutines of tasks that have ended."""
         self._dead: list[Fiber] = []
         """Tasks of killed processes, kept so that none of their `finally` blocks runs during the simulation."""
 
@@ -107,20 +105,17 @@ class Kernel:
         return task
 
     def _work(self) -> None:
-        """Body of a coroutine: run the resumed task, then wait for the next one that begins."""
-        while True:
-            task = self.current()
-            try:
-                task.target()
-            except Exception as error:  # noqa: BLE001 - `crashes` is read by the caller of `run`
-                if not task.process.dead and not self.closed:
-                    self.crashes.append((f"{task.process.name}/{task.name}", error))
-            task.done = True
-            self._alive.pop(task, None)
-            for waiter in task.waiters:
-                self.wake(waiter)
-            self._idle.append(getcurrent())
-            self._hub.switch()
+        """Body of a coroutine: run the task that was resumed."""
+        task = self.current()
+        try:
+            task.target()
+        except Exception as error:  # noqa: BLE001 - `crashes` is read by the caller of `run`
+            if not task.process.dead and not self.closed:
+                self.crashes.append((f"{task.process.name}/{task.name}", error))
+        task.done = True
+        self._alive.pop(task, None)
+        for waiter in task.waiters:
+            self.wake(waiter)
 
     def current(self) -> Fiber:
         """The running task. Its coroutine is the current greenlet."""
@@ -209,7 +204,6 @@ class Kernel:
                     self._running = None
         self._alive.clear()
         self._dead.clear()
-        self._idle.clear()
 
     def _resume(self, task: Fiber, wake_id: int) -> None:
         if wake_id != task.wake_id or task.done or task.process.dead:
@@ -220,11 +214,9 @@ class Kernel:
         task.wake_id += 1
         self._count(task.label)
         self._running = task
-        coroutine = task.coroutine
-        if coroutine is None:
-            coroutine = self._idle.pop() if self._idle else greenlet(self._work, parent=self._hub)
-            task.coroutine = coroutine
-        coroutine.switch()
+        if task.coroutine is None:
+            task.coroutine = greenlet(self._work, parent=self._hub)
+        task.coroutine.switch()
         self._running = None
 
     def _push(self, time: float, task: Fiber | None, what: Any) -> None:

@@ -203,13 +203,9 @@ class Network:
 
     def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
         """Begin a call."""
-        reference = Reference(caller.process)
-        self.deliver(CallInFlight(self, caller, actor, method, arguments, reference))
-        return reference
-
-    def deliver(self, call: CallInFlight) -> None:
-        """Transmit a call to its actor."""
+        call = CallInFlight(self, caller, actor, method, arguments, Reference(caller.process))
         self.transmit(call.arrive)
+        return call.reference
 
     def transmit(self, arrived: Callable[[], None]) -> None:
         """Carry a call or an answer: `arrived` is called after its latency."""

@@ -43,7 +43,7 @@ class SimulatedProposer(BatchProposer):
         self._right = np.zeros((0, 0), np.int32)
         """int32 `(rows, positions)`: right output tokens; for a lookup, its guesses."""
         self._ranks = np.zeros((0, 2, 0), np.int8)
-        """int8 `(rows, 2, positions)`: see `Text.ranks`."""
+        """int8 `(rows, 2, positions)`: see `GeneratedText.ranks`."""
 
     # ---- requests ----
 
@@ -86,9 +86,9 @@ class SimulatedProposer(BatchProposer):
 
     def _ready(self) -> Chains:
         view, placed = self.view, self._placed
-        reads = _kernels.reads(placed, self._cached, view.texts)
+        reads = placed & (view.ends < view.limits) & (view.ends - self._cached > 1)  # more than their last token
         none = np.zeros((2, len(placed)), np.int64)
-        budget = 0 if reads else self.budget
+        budget = 0 if reads.any() else self.budget
         return self.branches.plan(view, view.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
     def _draft(self, chains: Chains) -> np.ndarray:

@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Container, Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,20 +33,6 @@ _SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
 """`(GAPS,)`: chance of the second candidate by range of the gap, relative to its mean."""
 
 
-class Text(Protocol):
-    """The outputs of all requests."""
-
-    vocab_size: int
-
-    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        """Integers `(n,)`: the whole output of a request with these weights, at most `sampling.max_tokens` tokens."""
-
-    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        """Integers `(2, n)`: the right candidate of a drafter of this method at each output position after a right
-        prefix (0: the first; `RANKS + 1`: none; `NO_GUESS`: there are none), and the range of the gap between the
-        scores of the first two."""
-
-
 def _positions(sampling: SamplingParams) -> slice:
     """Positions of the request in the output of its seed."""
     return slice(sampling.first_position, sampling.first_position + sampling.max_tokens)
@@ -56,12 +41,6 @@ def _positions(sampling: SamplingParams) -> slice:
 def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
     """int32 `(n,)`: the first candidates, or `NO_GUESS`; a wrong one is the next token of the vocabulary."""
     return np.where(ranks == NO_GUESS, NO_GUESS, (output.astype(np.int32) + (ranks > 0)) % vocab_size)
-
-
-class _Request(NamedTuple):
-    tokens: np.ndarray
-    ranks: Mapping[str, np.ndarray]
-    """Method → `Text.ranks`, int8."""
 
 
 class GeneratedText:
@@ -80,6 +59,7 @@ class GeneratedText:
     """
 
     vocab_size = 255
+    """Vocabulary size of the tokens."""
 
     def __init__(
         self,
@@ -93,21 +73,28 @@ class GeneratedText:
         self._skills = [(n, skill) for n, skill in numbered if methods is None or skill.method in methods]
         self._lengths, self._seed = lengths, seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        """Seed → tokens, and by draft method `ranks`, int8."""
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).tokens[_positions(sampling)]
+        """Integers `(n,)`: the whole output of a request with these weights, at most `sampling.max_tokens` tokens."""
+        tokens, _ = self._request(sampling.seed)
+        return tokens[_positions(sampling)]
 
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).ranks[method][:, _positions(sampling)]
+        """Integers `(2, n)`: the right candidate of a drafter of this method at each output position after a right
+        prefix (0: the first; `RANKS + 1`: none; `NO_GUESS`: there are none), and the range of the gap between the
+        scores of the first two."""
+        _, ranks = self._request(sampling.seed)
+        return ranks[method][:, _positions(sampling)]
 
-    def _request(self, seed: int) -> _Request:
+    def _request(self, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         found = self._requests.get(seed)
         if found is None:
             found = self._requests[seed] = self._make(seed)
         return found
 
-    def _make(self, seed: int) -> _Request:
+    def _make(self, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         length = self._lengths[seed]
         stretches = -(-length // STRETCH)
         rng = np.random.default_rng([self._seed, seed])
@@ -130,7 +117,7 @@ class GeneratedText:
             fourth, fifth = rng.random((2, length))
             rank += (rank == 3) * (fourth >= skill.fourth) * (1 + (fifth >= skill.fifth))
             ranks[skill.method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
-        return _Request(tokens, ranks)
+        return tokens, ranks
 
 
 def _gaps(margin: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -19,7 +19,7 @@ from specactor_ray.simulation.hardware import (
     load_hardware,
 )
 from specactor_ray.simulation.scenario import PythonConfig, ScenarioConfig
-from specactor_ray.simulation.text import Text, draw_text
+from specactor_ray.simulation.text import GeneratedText, draw_text
 
 _MERGE_LAYER_S = 14e-6
 """Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
@@ -69,7 +69,7 @@ _USUAL = DraftTime(linear(0.004))
 class World:
     """Ground truth of a simulation."""
 
-    text: Text
+    text: GeneratedText
     target: StepSeconds = _STEP
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → its durations; others take 4 ms per forward."""

@@ -12,12 +12,6 @@ from pathlib import Path
 from specactor_ray.trainer.rewards import RewardSample
 
 
-def sleepy(sample: RewardSample) -> float:
-    """Share of the words that are "sleeps": easy to raise, and the tiny models say it now and then."""
-    words = sample.text.replace(".", " ").split()
-    return words.count("sleeps") / max(len(words), 1)
-
-
 def hissing(sample: RewardSample) -> float:
     """Share of the words with an "s": every output has some and lacks some, whatever the tiny model learnt first."""
     words = sample.text.replace(".", " ").split()

@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.cluster.backend import Demand
-from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.simulation.cluster import VirtualGroup
 from specactor_ray.simulation.network import Node, VirtualActor
 from specactor_ray.transport.messages import TailBatch
 from tests.faults.network import LinkFaults
@@ -43,10 +40,6 @@ KINDS = (*SCHEDULED, *OF_TRAINING, *BY_ROUND, *EARLY, *RARE)
 _HARMLESS_TO_STARTS = ("scale", "freeze driver", "corrupt drafts", "malformed messages", "lose objects")
 _DELAYS = ("freeze actor", "freeze controller", "slow actor", "bad links", "partition")
 """Two of them may take longer than a start may."""
-
-
-RIVAL = actor_name("rival", "gang")
-"""Prefix of the placement groups of another run."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +103,8 @@ class Injector:
         """No strikes until `resume`, unless this run's faults strike from the start."""
         self._paused = True
         self._before_start, self._lasting = Counter(self.struck), len(self._undo)
-        if self._simulation.scenario.rival and not self._kernel.now:
-            self._begin_rival()
         if "from the start" in self.plan.kinds:
             self.resume()
-
-    def _begin_rival(self) -> None:
-        """Another run holds all but one core of every node, and waits for more nodes than there are."""
-        machines = self._simulation.machines
-        holds, waits = ([Demand("rival", cpus)] * (len(machines.nodes) + more) for cpus, more in ((7.0, 0), (8.0, 1)))
-        machines.groups += [
-            VirtualGroup(f"{RIVAL}-0", holds, [*machines.nodes]),
-            VirtualGroup(f"{RIVAL}-1", waits, [None] * len(waits)),
-        ]
-
-        def end() -> None:
-            machines.groups[:] = [group for group in machines.groups if RIVAL not in group.name]
-
-        self._for(random.Random(f"rival {self._simulation.scenario.seed}").uniform(1.0, 20.0), end)
 
     def may_end_start(self) -> bool:
         """Whether what has struck since `start_begins` may end a start: losses of actors only if there are many."""

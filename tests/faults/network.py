@@ -78,9 +78,9 @@ class FaultyNetwork(Network):
             self.unavailable(reference, method)
             return reference
         loses_answer = self._strikes("lost_after")
-        self.deliver(FaultyCall(*call, reference, keeps_answer=not loses_answer))
+        self.transmit(FaultyCall(*call, reference, keeps_answer=not loses_answer).arrive)
         if self._strikes("repeated"):
-            self.deliver(FaultyCall(*call, Reference()))
+            self.transmit(FaultyCall(*call, Reference()).arrive)
         if loses_answer:
             self.unavailable(reference, method, after_s=self.rng.uniform(0.01, 1.0))
         return reference

@@ -54,8 +54,8 @@ def line(base_s: float, position_s: float = 0.0) -> StepTimes:
 
 
 def test_the_decoupled_equation_orders_drafters_as_the_chain_of_states_does() -> None:
-    """300 pairs: 3% are in another order, where steps take the same seconds to 1%."""
-    rng, wrong, pairs = np.random.default_rng(0), 0, 300
+    """3% of the pairs are in another order, where steps take the same seconds to 1%."""
+    rng, wrong, pairs = np.random.default_rng(0), 0, 100
     for _ in range(pairs):
         rows, window, position_s = rng.choice([1, 4, 16, 64]), int(rng.choice([4, 8, 16])), 10 ** rng.uniform(-4, -1.3)
         verify_s, exact, short = 1.0 + position_s * rows * np.arange(1, window + 2), [], []
@@ -70,8 +70,10 @@ def test_the_decoupled_equation_orders_drafters_as_the_chain_of_states_does() ->
     assert wrong <= 0.03 * pairs
 
 
-@pytest.mark.parametrize(("forwards", "most", "spare"), [(3.0, 2, 0.0), (5.0, 16, 0.0), (4.0, 8, 12.0), (8.0, 8, 60.0)])
-@pytest.mark.parametrize("p", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize(
+    ("p", "forwards", "most", "spare"),
+    [(0.4, 3.0, 2, 0.0), (0.9, 5.0, 16, 0.0), (0.7, 4.0, 8, 12.0), (0.9, 8.0, 8, 60.0)],
+)
 def test_run_ahead_is_the_mean_of_what_it_describes(p: float, forwards: float, most: int, spare: float) -> None:
     """Step by step with drawn tokens. Branches are those of most need: each a position of the main chain, a candidate
     that is right where those before it are wrong, and a depth."""
@@ -179,7 +181,7 @@ def brute_force(problem: dict) -> list[tuple[float, tuple]]:
 class TestSearch:
     @settings(max_examples=60)
     @given(problems())
-    def test_equal_to_brute_force(self, problem: dict) -> None:
+    def test_predictions_are_complete_and_equal_to_brute_force(self, problem: dict) -> None:
         plan, expected = search_plan(**problem), brute_force(problem)
         speeds = {key: speed for speed, key in expected}
         best: dict[tuple, float] = {}
@@ -190,11 +192,7 @@ class TestSearch:
         for c in alone:
             assert speeds[*layout_of(c), c.window] == pytest.approx(c.tokens_per_s, rel=1e-9)
         assert plan.chosen is max(plan.predictions, key=lambda c: c.tokens_per_s)
-
-    @settings(max_examples=60)
-    @given(problems())
-    def test_every_layout_is_predicted_or_rejected_and_none_exceeds_what_there_is(self, problem: dict) -> None:
-        plan = search_plan(**problem)
+        # Every layout is predicted or rejected, and none exceeds the devices or the requests.
         measured = len(problem["verify"])
         for g_v, method in itertools.product(problem["verify"], problem["methods"].values()):
             own = [g_v] if method.free else range(1, g_v + 1)
@@ -206,18 +204,6 @@ class TestSearch:
             assert c.verifiers * c.verify_devices + c.drafters * c.draft_devices <= problem["devices"]
             assert 1 <= c.batch <= problem["requests"] <= c.verifiers * c.batch
             assert c.drafters <= c.verifiers and (c.drafters > 0) == (c.draft_devices > 0)
-
-    @settings(max_examples=60)
-    @given(problems(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-    def test_monotone_in_p(self, problem: dict, one: float, other: float) -> None:
-        low, high = sorted((one, other))
-        speeds = []
-        for p in (low, high):
-            problem["methods"] = {
-                name: replace(method, survival=survival(p)) for name, method in problem["methods"].items()
-            }
-            speeds.append(search_plan(**problem).chosen.tokens_per_s)
-        assert speeds[0] <= speeds[1] * 1.02  # numbers of drafters within a percent count as equal
 
     @staticmethod
     def even(p: float) -> dict:
@@ -257,17 +243,14 @@ class TestSearch:
         assert half[0].tokens_per_s == pytest.approx(8 * (1 + right / 2) / (0.058 + 0.001 * 24))
         assert none[1].tokens_per_s < half[1].tokens_per_s < half[0].tokens_per_s, "after a miss comes a plain step"
 
-    def test_reasons(self) -> None:
-        plan = search_plan(**{**self.even(0.5), "devices": 3})
-        assert plan.rejected == ("decoupled draft_model, 1 x 2 + 1 x 2: needs 4 devices, and there are 3",)
-
     def test_in_words(self) -> None:
         plan = search_plan(**self.even(0.0))
         assert plan.words().startswith("plain, ") and "; predicted tokens/s: plain " in plan.words()
-        plan = search_plan(**{**self.even(1.0), "modes": [ModeName.decoupled]})
+        plan = search_plan(**{**self.even(1.0), "modes": [ModeName.decoupled], "devices": 3})
         assert plan.words().startswith(
-            "decoupled draft_model, 3 x 1 + 1 x 1, window 6, batch 6; predicted tokens/s: dec"
+            "decoupled draft_model, 2 x 1 + 1 x 1, window 6, batch 8; predicted tokens/s: dec"
         )
+        assert plan.rejected == ("decoupled draft_model, 1 x 2 + 1 x 2: needs 4 devices, and there are 3",)
 
     @pytest.mark.parametrize(("requests", "noted"), [(16, False), (400, True)])
     def test_what_lies_outside_the_measured_is_noted(self, requests: int, noted: bool) -> None:

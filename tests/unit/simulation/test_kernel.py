@@ -36,20 +36,6 @@ def after(clock: VirtualClock, seconds: float, do: Callable[[], Any]) -> Callabl
     return run
 
 
-def test_sleeps_take_virtual_time_and_clocks_have_offsets() -> None:
-    world = World()
-    near, far = world.clock(), world.clock("q", 1000.0)
-
-    def run() -> None:
-        before = near.now(), far.now()
-        near.sleep(3600.0)
-        world.note((near.now() - before[0], far.now() - before[1], before[1] - before[0]))
-
-    near.spawn(run, "run")
-    world.kernel.run()
-    assert world.log == [(3600.0, (3600.0, 3600.0, 1000.0))]
-
-
 def test_events_conditions_threads_and_futures_wait_as_those_of_the_system_do() -> None:
     world = World()
     clock = world.clock()
@@ -98,26 +84,30 @@ def test_events_conditions_threads_and_futures_wait_as_those_of_the_system_do() 
 
 
 def test_a_frozen_process_does_nothing_until_it_is_thawed_and_a_dead_one_never_again() -> None:
+    """Clocks have offsets, and an error of a task is reported while the others run on."""
     world = World()
-    clock, doomed = world.clock(), world.clock("doomed")
+    clock, doomed, broken = world.clock(), world.clock("doomed", 1000.0), world.clock("broken")
 
     def tick(mine: VirtualClock) -> None:
         try:
             for _ in range(5):
                 mine.sleep(1.0)
-                world.note(mine.process.name)
+                world.note((mine.process.name, mine.now() - world.kernel.now))
         finally:
             if mine.process is doomed.process:
                 world.note("a finally of a dead process")
 
     clock.spawn(lambda: tick(clock), "tick")
     doomed.spawn(lambda: tick(doomed), "tick")
+    broken.spawn(after(broken, 1.0, lambda: 1 // 0), "fails")
     world.kernel.at(1.5, lambda: world.kernel.freeze(clock.process))
     world.kernel.at(7.5, lambda: world.kernel.thaw(clock.process))
     world.kernel.at(2.5, lambda: world.kernel.kill(doomed.process))
     world.kernel.run()
-    assert [entry for entry in world.log if entry[1] == "p"] == [(t, "p") for t in (1.0, 7.5, 8.5, 9.5, 10.5)]
-    assert [entry for entry in world.log if entry[1] != "p"] == [(1.0, "doomed"), (2.0, "doomed")]
+    assert [time for time, what in world.log if what == ("p", 0.0)] == [1.0, 7.5, 8.5, 9.5, 10.5]
+    assert [entry for entry in world.log if entry[1] != ("p", 0.0)] == [(t, ("doomed", 1000.0)) for t in (1.0, 2.0)]
+    ((name, error),) = world.kernel.crashes
+    assert name == "broken/fails" and isinstance(error, ZeroDivisionError)
 
 
 def test_the_seed_chooses_among_what_is_ready() -> None:
@@ -132,21 +122,6 @@ def test_the_seed_chooses_among_what_is_ready() -> None:
     assert order(1) == order(1)
     assert len({"".join(order(seed)[0]) for seed in range(10)}) > 5
     assert len({order(seed)[1] for seed in range(10)}) > 5
-
-
-def test_what_raises_is_reported_and_the_rest_runs_on() -> None:
-    world = World()
-    clock = world.clock()
-
-    def fail() -> None:
-        raise ValueError("broken")
-
-    clock.spawn(fail, "fails")
-    clock.spawn(after(clock, 1.0, lambda: world.note("ran")), "runs")
-    world.kernel.run()
-    assert world.log == [(1.0, "ran")]
-    ((name, error),) = world.kernel.crashes
-    assert (name, str(error)) == ("p/fails", "broken")
 
 
 def test_code_that_spins_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
