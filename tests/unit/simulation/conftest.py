@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,10 @@ def quiet() -> Iterator[None]:
     silence()
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of simulations begin at once, without imports."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

@@ -38,13 +38,6 @@ def found(scenario: Path) -> dict[str, Any]:
     return compare(scenario, processes=1)
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of jobs begin at once, without imports."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(comparison.multiprocessing, "get_context", lambda method: context)
-
-
 def text_of(table: Any) -> str:
     console = Console(width=140)
     with console.capture() as captured:
