@@ -9,7 +9,6 @@ are idempotent, so a call is sent again until its deadline, except with `retry=F
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -293,19 +292,12 @@ _GONE = (
 
 def _memory_report(error: BaseException) -> str:
     """One line in place of Ray's page about a process that it ended for lack of memory; empty for other errors."""
-    text = str(error)
-    if "low on memory" not in text:
+    if "low on memory" not in str(error):
         return ""
-    users = [f"{command:.60} (pid {pid}, {gb} GB)" for pid, gb, command in _MEMORY_USER.findall(text)[:3]]
     return (
-        "Ray ended its process because the machine ran out of memory; most is held by "
-        f"{', '.join(users) or 'processes that Ray does not name'}. Fix: end what else runs there, or lower "
+        "Ray ended its process because the machine ran out of memory. Fix: end what else runs there, or lower "
         "target.kv_cache_gb, target.max_batch or trainer.micro_batch_tokens; resume=auto continues the run"
     )
-
-
-_MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
-"""Line of Ray's list of processes with the most memory: pid, GB, command."""
 
 
 def _is_node_loss(error: BaseException) -> bool:

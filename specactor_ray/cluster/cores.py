@@ -75,15 +75,11 @@ class CoreLedger:
 
     def _refusal(self, node: str, count: float, owner: str) -> str:
         held = self._held[self._machine_of[node]]
-        holders = ", ".join(
-            f"{other} holds {'' if held[cores[0]][other] == 1 else f'{held[cores[0]][other]:g} of '}{_ids(cores)}"
-            for other, cores in sorted(self.holders(node).items())
-        )
+        holders = ", ".join(f"{other} {_ids(cores)}" for other, cores in sorted(self.holders(node).items()))
         free = [core for core, shares in held.items() if not shares]
-        whose = "CPU core(s) of its own" if count >= 1 else "of a CPU core without a verifier"
         return (
-            f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(held)} are free "
-            f"({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let draft "
+            f"{owner} needs {count:g} CPU cores without a verifier on node {node[:8]}; {len(free)} of {len(held)} are "
+            f"free ({_ids(free)}; held: {holders or 'none'}). Fix: ask for fewer cores or replicas, let draft "
             "actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters share "
             "the verifier's cores), or, for development only, cluster.pin_cores=false."
         )

@@ -20,26 +20,14 @@ INTERVAL_S = 1.0
 """Least seconds between two exports of a process."""
 
 
-class Totals:
-    """The last value of each counter."""
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-
-    def take(self, row: Row) -> float:
-        """The increment since the last value with this name and these labels; the whole value after a reset."""
-        place = row.name, tuple(sorted(row.labels.items()))
-        last, self._last[place] = self._last.get(place, 0.0), row.value
-        return row.value - last if row.value >= last else row.value
-
-
 class RayMetrics:
     """Exports the metrics of this process. For any thread."""
 
     def __init__(self) -> None:
         self._run = ""
         self._metrics: dict[str, Any] = {}
-        self._totals = Totals()
+        self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        """The last value of each counter."""
         self._exported_at = float("-inf")
         self._failed = False
         self._lock = threading.Lock()
@@ -70,6 +58,8 @@ class RayMetrics:
         if not row.is_counter:
             metric.set(row.value, dict(row.labels))
             return
-        more = self._totals.take(row)
+        place = row.name, tuple(sorted(row.labels.items()))
+        last, self._last[place] = self._last.get(place, 0.0), row.value
+        more = row.value - last if row.value >= last else row.value  # after a reset the whole value
         if more > 0.0:
             metric.inc(more, dict(row.labels))

@@ -16,7 +16,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.metrics import Row, row, verifier_rows
 from specactor_ray.rollout.backlog import Backlog, Batches
-from specactor_ray.rollout.journal import Journal, JournalEntry
+from specactor_ray.rollout.journal import MAX_UNCONFIRMED, Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
 from specactor_ray.transport.messages import Finished, Progress, PromptScores, Refused, ToRollout
 
@@ -84,11 +84,6 @@ class Dispatcher:
         return not self.journal.entries and not self._ended and not self.verifiers.has_notices
 
     @property
-    def is_counted(self) -> bool:
-        """Whether requests run, or the counters of all verifiers are final, as far as can be determined."""
-        return bool(self.journal.entries) or self.verifiers.have_totals
-
-    @property
     def waiting(self) -> int:
         """Number of requests outside of streams that wait to begin."""
         return self.backlog.single
@@ -139,7 +134,7 @@ class Dispatcher:
             if self.backlog:
                 now = self._clock.now()
                 self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
-        self.verifiers.poll(not self.journal.entries, is_read)
+            self.verifiers.poll(is_read)
         self._look_after_requests()
         if not self._ended:
             self.verifiers.wait()
@@ -199,7 +194,9 @@ class Dispatcher:
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
         failed, why = departure is Departure.FAILED, f"verifier {verifier_id} is gone"
         unseen = [name for name in link.unconfirmed() if name in positions]
-        excused = [name for name in unseen if not (failed and self.journal.entries[name].count_unconfirmed())]
+        for entry in map(self.journal.entries.__getitem__, unseen):
+            entry.unconfirmed += failed
+        excused = [name for name in unseen if self.journal.entries[name].unconfirmed < MAX_UNCONFIRMED or not failed]
         self._reissue([name for name in excused if positions.pop(name, None) is not None], why)
         if failed:
             for request_id in self._quarantine.accuse(verifier_id, positions):

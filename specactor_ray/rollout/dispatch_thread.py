@@ -143,7 +143,7 @@ class DispatchThread:
         """Run the queued commands, then take a step, or sleep while there is no work."""
         dispatcher = self.dispatcher
         self._run_inbox()
-        if dispatcher.is_idle and dispatcher.verifiers.at_rest:
+        if dispatcher.is_idle:
             self._resolve()
             if not self._inbox:
                 dispatcher.verifiers.wake.wait()

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.stops import Stop, StopFinder
+from specactor_ray.rollout.detokenizer import Stop, StopFinder
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.transport.messages import Finished, Progress, RequestStats, Verified
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """Record of one token: 8 bytes."""
-_MAX_UNCONFIRMED = 3
+MAX_UNCONFIRMED = 3
 """Number of verifier failures before confirmation after which a request is suspected as if they had confirmed it."""
 
 
@@ -141,11 +141,6 @@ class JournalEntry:
         """Count the verified draft tokens of a step."""
         before = self.drafts.get(method, (0, 0))
         self.drafts[method] = before[0] + drafted, before[1] + accepted
-
-    def count_unconfirmed(self) -> bool:
-        """Count a verifier that failed before confirmation. Returns whether the request may be the cause."""
-        self.unconfirmed += 1
-        return self.unconfirmed >= _MAX_UNCONFIRMED
 
 
 class Journal:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.load import find_file
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.errors import InputError, clipped
 from specactor_ray.core.files import parse_json
 from specactor_ray.rollout.literal import Rendered, control_tokens, tokenize
 from specactor_ray.rollout.rendering import render, texts_of
@@ -125,7 +125,7 @@ def _prompt_of(row: Any, where: str) -> Prompt:
         both = " and ".join(f'"{kind}"' for kind in given)
         raise InputError(f"{where}: the line has {both}, and a prompt is one of them; remove the others")
     if not given:
-        raise InputError(f"{where}: expected an object with one of {_KINDS_IN_WORDS}{_unknown_keys(row)}")
+        raise InputError(f"{where}: expected an object with one of {_KINDS_IN_WORDS}, not {clipped(row)}")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise InputError(f'{where}: "prompt" must be a non-empty string')
@@ -149,14 +149,6 @@ def is_token_ids(prompt: Prompt) -> bool:
     if not isinstance(prompt, list | tuple):
         return False
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, prompt)))
-
-
-def _unknown_keys(row: Any) -> str:
-    """Keys of a line without a prompt, and the expected key that one of them resembles."""
-    if not isinstance(row, dict) or not row:
-        return ""
-    meant = next((hint for key in row if (hint := did_you_mean(key, _KINDS))), "")
-    return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

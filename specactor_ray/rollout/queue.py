@@ -16,18 +16,18 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import InputError, OverloadedError
 from specactor_ray.core.metrics import DRIVER, Row, row
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.detokenizer import StopFinder
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy, policy_of
 from specactor_ray.rollout.dispatch_thread import CLOSED, DispatchThread
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.operations import ASK_S, ask, call_all
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids, text_options
-from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory, trajectory_of
 from specactor_ray.transport.messages import WeightSet
 
-_COUNTERS_S = 2.0
-"""Longest wait for the final counters of verifiers."""
+_COUNTERS_S, _PAUSE_S = 2.0, 0.05
+"""Longest wait for the final counters of verifiers, and time between two calls for them."""
 
 
 class RequestQueue:
@@ -292,24 +292,27 @@ class RequestQueue:
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`. Those of running requests are a
         second old; without running requests they are complete."""
-        self._await_counters()
+        self._take_final_counters()
         # A copy: progress is shown from another thread, while verifiers may join.
         return RolloutMetrics.merge(self.dispatcher.verifiers.counters.copy().values())
 
     def metric_rows(self, verifiers: bool = True) -> Iterator[Row]:
         """Metrics of the driver and, as new as those of `metrics`, of the verifiers; for any thread."""
         if verifiers:
-            self._await_counters()
+            self._take_final_counters()
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
         yield row("specactor_weight_sync_seconds_total", self._sync_s)
         yield from self.dispatcher.metric_rows(verifiers)
 
-    def _await_counters(self) -> None:
-        """Wait for the final counters of the verifiers, unless requests run."""
-        with contextlib.suppress(Exception):  # the queue is closed, or a verifier does not answer; requests report it
-            counted = self._thread.when(lambda: self.dispatcher.is_counted)
-            self._calls.clock.result(counted, _COUNTERS_S)
+    def _take_final_counters(self) -> None:
+        """Ask verifiers for their counters until they run no request; while requests run, polls bring them."""
+        clock, dispatcher = self._calls.clock, self.dispatcher
+        end = clock.now() + _COUNTERS_S
+        while not (self.closed or dispatcher.journal.entries) and (left_s := end - clock.now()) > 0.0:
+            if dispatcher.verifiers.ask_counters(left_s):
+                return
+            clock.sleep(_PAUSE_S)
 
     # ---- parts ----
 

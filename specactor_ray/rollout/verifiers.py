@@ -6,6 +6,7 @@ polled again until the controller's view drops it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,6 @@ _LINGER_S, _PAUSE_S, _S_PER_VERIFIER = 0.1, 5e-3, 1e-3
 """Longest time an answer is held back to gather progress of several steps while nothing reads tokens as they come (ends
 of requests are sent at once); pause after an answer while something does, so that short steps share an answer; and the
 minimum of both per verifier, so that the driver takes at most a thousand answers per second."""
-_REST_POLLS = 60
-"""Most polls in a row when no request runs: they end when the verifier's counters show that it is at rest, so that none
-stays at the value of its last step."""
 _POLL_TIMEOUT_S = 15.0
 """Longest time for an answer to a poll, after which it is sent again."""
 _WAIT_S = 0.25
@@ -64,10 +62,6 @@ class VerifierLink:
     free_at: float = 0.0
     """Time from which it may be given requests again."""
     suspected_at: float = float("-inf")
-    restless: int = 0
-    """Most further polls until its counters are at rest."""
-    has_totals: bool = True
-    """Whether its latest counters include all that it has run."""
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand over requests → (request, attempt)."""
 
@@ -143,7 +137,7 @@ class Verifiers:
 
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
-        wake, link.has_totals = self.wake.set, False
+        wake = self.wake.set
         call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_CALL_TIMEOUT_S, wake=wake)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
@@ -172,30 +166,17 @@ class Verifiers:
             logger.warning("verifier %s: %s", link.verifier_id, error)
             self.notify(self._controller, "suspect", link.verifier_id, str(error))
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether the counters of all verifiers show no requests and no step under way, as far as can be determined."""
-        return not any(link.restless for link in self.links.values())
-
-    @property
-    def have_totals(self) -> bool:
-        """Whether `counters` include all that the verifiers have run, as far as can be determined."""
-        return all(link.has_totals or not link.restless for link in self.links.values())
-
-    def poll(self, is_idle: bool, is_read: bool = False) -> None:
-        """Keep a poll at every verifier, or if no request runs, at those that are not at rest. `is_read`: tokens are
-        read as they come, so answers do not linger, and a poll that does is replaced: the new one ends it."""
-        now, wake, lingers = self._clock.now(), self.wake.set, not (is_read or is_idle)
-        linger_s = max(_LINGER_S, len(self.links) * _S_PER_VERIFIER) if lingers else 0.0
+    def poll(self, is_read: bool = False) -> None:
+        """Keep a poll at every verifier. `is_read`: tokens are read as they come, so answers do not linger, and a poll
+        that does is replaced: the new one ends it."""
+        now, linger_s = self._clock.now(), 0.0 if is_read else max(_LINGER_S, len(self.links) * _S_PER_VERIFIER)
         for link in self.links.values():
             if is_read and link.lingers:
                 link.poll = None
-            if link.poll is None and now >= link.poll_at and (link.restless or not is_idle):
-                link.restless = link.restless - 1 if is_idle else _REST_POLLS
-                link.lingers = lingers
-                arguments = (link.cursor, _LINGER_S if is_idle else _POLL_S, linger_s)
+            if link.poll is None and now >= link.poll_at:
+                link.lingers, arguments = not is_read, (link.cursor, _POLL_S, linger_s)
                 link.poll = self._calls.start(
-                    link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False, wake=wake
+                    link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False, wake=self.wake.set
                 )
 
     def wait(self) -> None:
@@ -229,35 +210,35 @@ class Verifiers:
             call, link.poll = link.poll, None
             if call.error is not None:
                 link.poll_at = self._clock.now() + _WAIT_S
-                if link.restless == _REST_POLLS:  # requests run
-                    self.suspect(link, call.error)
-                elif isinstance(call.error, ActorLostError):
-                    link.restless = 0
+                self.suspect(link, call.error)
                 continue
             first, events, counters = call.result()
             link.answered_at = self._clock.now()
             if counters is not None:
                 self.counters[link.verifier_id] = counters
-            link.has_totals = counters is not None and not counters["running"]
             if not link.lingers:
                 link.poll_at = link.answered_at + max(_PAUSE_S, len(self.links) * _S_PER_VERIFIER)
-            if link.has_totals and _is_at_rest(counters) and not self.has_notices:
-                link.restless = 0
             fresh = events[max(0, link.cursor - first) :]
             link.cursor = max(link.cursor, first + len(events))
             yield link, fresh
+
+    def ask_counters(self, timeout_s: float) -> bool:
+        """Take the present counters of the verifiers that answer; for any thread. Returns whether none runs a
+        request."""
+        links = list(self.links.items())
+        calls = {
+            name: self._calls.start(link.handle, "ping", deadline_s=timeout_s, retry=False) for name, link in links
+        }
+        for name, call in calls.items():
+            with contextlib.suppress(SpecActorError):  # the controller finds the reason
+                self.counters[name] = call.result()
+        return not any(self.counters[name]["running"] for name in calls if name in self.counters)
 
     def forget_counters(self) -> None:
         """Drop all counters, including those of polls in flight."""
         self.counters.clear()
         for link in self.links.values():
-            link.poll, link.restless = None, 0
-
-
-def _is_at_rest(counters: Mapping[str, Any]) -> bool:
-    """Whether a verifier with these counters takes no step, and its hosted drafters have no requests."""
-    hosted = sum(one["open_requests"] for one in counters.get("inline", {}).values())
-    return not (counters.get("busy_s") or hosted)
+            link.poll = None
 
 
 class OutputSharing:

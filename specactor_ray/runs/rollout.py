@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 from rich.console import Console
@@ -47,7 +49,6 @@ from specactor_ray.runs.folder import (
     results_in,
     save_run_config,
 )
-from specactor_ray.runs.scores import RowScorer, Scores
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import Resolved, resolve
@@ -55,6 +56,50 @@ from specactor_ray.startup.resolve import Resolved, resolve
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.rollout.trajectory import RolloutMetrics
+
+
+class RowScorer(Protocol):
+    """Scores rows of `trajectories.jsonl`, while others are rolled out."""
+
+    def check(self, rows: Sequence[Any]) -> None:
+        """Refuse rows of prompts that cannot be scored. Raises UserError, before anything starts."""
+
+    def submit(self, row: Mapping[str, Any]) -> Future[tuple[float | None, str]]:
+        """Begin to score a row. The result is the reward, or None and the reason if there is none."""
+
+
+@dataclass(slots=True)
+class Scores:
+    """Rewards by prompt. A sample passes with `threshold` or more."""
+
+    threshold: float
+    rewards: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row that has its `reward`, or a `reward_error`."""
+        if "reward_error" in row:
+            self.failures[row["reward_error"]] += 1
+        if row.get("reward") is not None:
+            self.rewards[row["prompt_index"]].append(row["reward"])
+
+    def figures(self) -> dict[str, Any]:
+        """Mean reward, and `pass@1`, `pass@2`, `pass@4`, ... up to the largest group, as plain data."""
+        groups = [(len(one), sum(reward >= self.threshold for reward in one)) for one in self.rewards.values()]
+        figures: dict[str, Any] = {
+            "scored": sum(size for size, _ in groups),
+            "failures": dict(self.failures),
+            "mean": fmean(reward for one in self.rewards.values() for reward in one) if groups else None,
+        }
+        largest = max((size for size, _ in groups), default=0)
+        for k in [1 << power for power in range(largest.bit_length())]:
+            figures[f"pass@{k}"] = fmean(pass_at_k(size, passed, k) for size, passed in groups if size >= k)
+        return figures
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that one of k of these samples passes, drawn without replacement: the unbiased estimate of pass@k."""
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 @dataclass(slots=True)

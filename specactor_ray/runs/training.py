@@ -233,15 +233,11 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
 
 
 def _refuse(checkpoint: Path, key: str, old: Any, new: Any, why: str) -> None:
+    values = "" if key == "data.options" else f" ({_shown(new)} here, {_shown(old)} there)"
+    fix = "restore the data" if key in (_TASKS, "data.options") else f"use {key}={_shown(old)}"
+    problem = f"differs from what {checkpoint} was made with{values}: {why}."
     begin = f"begin a new run from its weights (resume=never target.model={checkpoint / 'weights'})"
-    if key == _TASKS:
-        problem = f"it has {new} tasks now, and {checkpoint} was made with {old}: {why}."
-        raise ConfigError("data.path", problem, f"restore the data as it was, or {begin}.")
-    if key == "data.options":
-        problem = f"they are others than those that {checkpoint} was made with: {why}."
-        raise ConfigError(key, problem, f"restore them, or {begin}.")
-    problem = f"{_shown(new)} here, and {checkpoint} was made with {_shown(old)}: {why}."
-    raise ConfigError(key, problem, f"use {key}={_shown(old)}, or {begin}.")
+    raise ConfigError("data.path" if key == _TASKS else key, problem, f"{fix}, or {begin}.")
 
 
 def _shown(value: Any) -> str:

@@ -58,14 +58,13 @@ class FakeVerifier:
     """Makes one token of each request in each step; keeps all its events, so that any part can be asked for again.
 
     Attributes:
-        noise: Beside each event, say wrong things in the name of other attempts.
         begun: Every attempt that was begun.
         polls: Number of polls.
     """
 
     def __init__(self, cluster: FakeCluster, actor: VirtualActor, version: int) -> None:
         self.version, self.actor = version, actor
-        self.noise, self.polls = False, 0
+        self.polls = 0
         self.begun: list[tuple[str, int]] = []
         self.cancelled: set[tuple[str, int]] = set()
         self.running: dict[str, tuple[TargetRequest, int]] = {}
@@ -103,7 +102,10 @@ class FakeVerifier:
         self.polls += 1
         self._queue.read(after, timeout_s, linger_s)
         first = max(0, after - 2)  # more than was asked for does no harm
-        return first, self._events[first:], {"running": len(self.running)}
+        return first, self._events[first:], self.ping()
+
+    def ping(self) -> dict[str, Any]:
+        return {"running": len(self.running)}
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         self.learned += outputs
@@ -135,10 +137,6 @@ class FakeVerifier:
             self._cluster.bench.network.kill(self.actor)
             self._clock.sleep(float("inf"))
         sampling, attempt = request.sampling, request.attempt
-        if self.noise:
-            for other in (attempt - 1, attempt + 1):
-                self._put(one_token(request_id, other, position, -1))
-                self._put(Finished(request_id, "error", "noise", position, other))
         token = true_token(sampling.seed, self.version, sampling.first_position + position)
         self._put(one_token(request_id, attempt, position, token, sampling.logprobs))
         self.running[request_id] = (request, position + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import ray
@@ -14,8 +13,6 @@ from ray.cluster_utils import Cluster
 from specactor_ray.cluster.backend import start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ActorLostError
-from specactor_ray.rollout.verifiers import Verifiers
-from specactor_ray.transport.link import Link
 
 pytestmark = pytest.mark.ray
 REASON = "machine ran out of memory"
@@ -33,44 +30,12 @@ def cluster() -> Iterator[None]:
     cluster.shutdown()
 
 
-@pytest.fixture
-def actor(cluster: None, request: pytest.FixtureRequest) -> Any:
-    """An actor that never answers by itself."""
-
+def test_a_call_in_flight_and_later_ones_find_the_actor_lost(cluster: None) -> None:
     class Busy:
-        def view(self, _known: int | None) -> None:
+        def view(self) -> None:
             threading.Event().wait()
 
-        def deliver(self, _message: str) -> None:
-            threading.Event().wait()
-
-    return start_here(f"oom-{os.getpid()}", request.node.name, Busy)
-
-
-def test_a_call_in_flight_and_later_ones_find_the_actor_lost(actor: Any) -> None:
-    calls = Calls()
+    calls, actor = Calls(), start_here(f"oom-{os.getpid()}", "busy", Busy)
     for _ in range(2):
         with pytest.raises(ActorLostError, match=REASON):
-            calls.ask(actor, "view", None, deadline_s=120.0)
-
-
-def test_a_rollout_gives_up_its_controller_at_once_with_the_reason(actor: Any) -> None:
-    verifiers = Verifiers(actor, Calls(), timeout_s=3600.0)
-
-    def follow() -> None:
-        while True:
-            verifiers.refresh(unfinished=7)
-            verifiers.wait()
-
-    with pytest.raises(ActorLostError, match=rf"the controller of the run is gone .*{REASON}.*; 7 requests"):
-        follow()
-
-
-def test_a_link_ends_for_good(actor: Any) -> None:
-    free = threading.Event()
-    link = Link[str](Calls().sender(actor, "deliver"), free.set)
-    while link.failed is None:
-        free.clear()
-        link.offer(lambda: "a message")
-        assert free.wait(120.0)
-    assert isinstance(link.failed, ActorLostError) and REASON in str(link.failed)
+            calls.ask(actor, "view", deadline_s=120.0)

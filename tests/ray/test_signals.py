@@ -117,7 +117,7 @@ with sigterm_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         except Terminated:
-            time.sleep(5)  # an orderly end, longer than the 3 seconds that Ray's own handler permits
+            time.sleep(4)  # an orderly end, longer than the 3 seconds that Ray's own handler permits
             print("ended")
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +9,16 @@ from typing import Any
 
 import pytest
 
-from specactor_ray import Rollout, SamplingParams
+from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.upstream import TRL
-from specactor_ray.integrations.trl import ServerClient, attach
+from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
-from specactor_ray.serve.requests import MOST_CHOICES
-from specactor_ray.serve.run import serving
-from specactor_ray.serve.service import Limits, Service
 from tests.contract import lacking
 from tests.local_ray import local_ray
 from tests.served import served
-from tests.tiny import tiny_prompt_ids, tiny_prompts, tiny_target
+from tests.tiny import tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 3
@@ -153,20 +149,6 @@ def test_rloo_over_http_generates_what_it_does_here(drafting: Rollout, tmp_path:
     assert len(steps(here)) == STEPS and rows(over_http, *names) == rows(here, *names)
     assert all(length > 1.0 and share > 0.0 for length, share in rows(over_http, *DRAFTS))
     assert all(row.get(GAP, 0.0) < 1e-3 for row in steps(over_http)), "weights are in step"
-
-
-def test_a_generation_above_the_limits_of_a_request(
-    drafting: Rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Choices and bytes; the outputs are those of one call."""
-    monkeypatch.setattr("specactor_ray.integrations.trl._MOST_BYTES", 1500)
-    prompts = [list(one) for one in tiny_prompt_ids(280)]
-    sampling = SamplingParams(max_tokens=2, seed=7, ignore_eos=True)
-    service = Service(drafting, "tiny", Limits(max_body_bytes=4096))
-    assert len(prompts) * 4 > MOST_CHOICES and len(json.dumps(prompts)) > 3 * 4096
-    with serving(service) as url:
-        done = ServerClient(trainer(tmp_path), url).roll_out(prompts, sampling, 4)
-    assert [tuple(ids) for ids, _ in done] == [one.token_ids for one in drafting.generate(prompts, sampling, 4)]
 
 
 def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Path) -> None:

@@ -187,9 +187,3 @@ def test_a_token_without_a_mode_does_not_replace_that_of_a_private_cluster(
     with _shown(addresses.token_for("127.0.0.1:11004")):
         assert "RAY_AUTH_TOKEN" not in os.environ and Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent == made
     assert os.environ["RAY_AUTH_TOKEN"] == "mine"
-
-
-def test_variables_are_put_back() -> None:
-    with _shown({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}):
-        assert os.environ["RAY_AUTH_TOKEN"] == "x"
-    assert not {*NAMES} & {*os.environ}

@@ -185,25 +185,6 @@ def test_the_loss_of_a_node_is_told_from_a_crash(error: BaseException) -> None:
     assert pickle.loads(pickle.dumps(ours)).node_lost
 
 
-OUT_OF_MEMORY = """1 worker(s) were killed due to the node running low on memory.
-Memory on the node (IP: 192.0.2.2, ID: 00ff) was 15.31GB used / 15.62GB limit (0.980154)
-Top 10 memory users: PID\tMEM(GB)\tCOMMAND
-10994\t9.34\tpython -m other.training --steps 60000 --seed 35 --a-very-long-list-of-further-options 1 2 3...
-2437\t4.08\tspecactor::trainer-0
-Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/ ..."""
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [(died(OUT_OF_MEMORY), ActorLostError), (ray_errors.OutOfMemoryError(OUT_OF_MEMORY), ActorLostError)],
-)
-def test_out_of_memory_says_what_holds_it_and_what_to_lower(error: BaseException, expected: type[CallError]) -> None:
-    ours = translate_ray_error(error, "trainer: update")
-    text = str(ours)
-    assert type(ours) is expected and text.startswith("trainer: update: Ray ended its process") and len(text) < 500
-    assert "(pid 10994, 9.34 GB), specactor::trainer-0 (pid 2437, 4.08 GB)" in text and "target.kv_cache_gb" in text
-
-
 @pytest.mark.parametrize("raised", [InputError("too long"), ConfigError("a.b", "is wrong"), SpecActorError("x")])
 def test_our_own_errors_come_through_as_they_were_raised(raised: SpecActorError) -> None:
     for error in (raised, task_error(raised), task_error(raised).as_instanceof_cause()):  # as `ray.get` raises it

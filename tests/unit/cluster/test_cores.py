@@ -23,7 +23,7 @@ def test_cores_are_taken_and_released_and_a_refusal_names_the_holders() -> None:
     book = ledger(a=[4, 2, 7], b=[0])
     assert book.take("a", 2, "verifier-0") == (2, 4)
     assert book.take("b", 1, "ngram-0") == (0,)
-    with pytest.raises(ClusterError, match=r"ngram-1 needs 2 .*1 of 3 are free .*verifier-0 holds 2,4"):
+    with pytest.raises(ClusterError, match=r"ngram-1 needs 2 .*1 of 3 are free .*verifier-0 2,4"):
         book.take("a", 2, "ngram-1")
     assert book.holders("a") == {"verifier-0": (2, 4)}
     for _ in range(2):
@@ -48,10 +48,9 @@ def test_shares_are_put_together_and_never_beside_a_whole() -> None:
     assert book.take("a", 0.25, "suffix-0") == (1,)
     assert book.take("a", 0.5, "eagle-0") == (2,)
     assert book.take("a", 0.25, "ngram-1") == (1,)  # the fullest that has room
-    with pytest.raises(ClusterError, match=r"eagle-0 holds 0.5 of 2.*verifier-0 holds 0;") as caught:
+    with pytest.raises(ClusterError, match=r"ngram-2 needs 0.75 .*eagle-0 2, .*verifier-0 0\)"):
         book.take("a", 0.75, "ngram-2")
-    assert "ngram-2 needs 0.75 of a CPU core without a verifier" in str(caught.value)
-    with pytest.raises(ClusterError, match=r"0 of 3 are free"):
+    with pytest.raises(ClusterError, match="0 of 3 are free"):
         book.take("a", 1, "verifier-1")
     book.release("eagle-0")
     assert book.take("a", 1, "verifier-1") == (2,)

@@ -231,14 +231,6 @@ def test_progress_past_the_deadly_position_acquits(progress: int, acquitted: boo
     assert quarantine.is_suspect("r") != acquitted and quarantine.occupies("v") != acquitted
 
 
-def test_an_excused_verifier_leaves_its_suspects_as_they_were() -> None:
-    quarantine = alone()
-    quarantine.excuse("v")
-    assert quarantine.waiting == 1 and not quarantine.occupies("v")
-    assert quarantine.take("w") == ["r"]
-    assert quarantine.accuse("w", {"r": 5}) == [], "the excused one counted as a death"
-
-
 def test_those_that_end_while_they_wait_are_not_handed_out() -> None:
     quarantine = Quarantine()
     quarantine.accuse("first", {"a": 0, "b": 0})

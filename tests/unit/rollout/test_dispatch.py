@@ -19,14 +19,6 @@ def reasons(ended: list[JournalEntry]) -> dict[str, str]:
 
 
 @driven()
-def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers(cluster: FakeCluster) -> None:
-    assert reasons(cluster.finish(entries(30))) == {}
-    begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
-    assert len(begun["v0"] | begun["v1"]) == 30 and min(map(len, begun.values())) >= 10
-    assert cluster.queue.dispatcher.reissues == 0 and not cluster.suspected
-
-
-@driven()
 def test_a_request_moves_once_to_the_verifier_that_has_none_left(cluster: FakeCluster) -> None:
     long, short = entries(2, tokens=60), entries(2, tokens=2, prefix="s")
     assert reasons(cluster.finish([long[0], short[0], long[1], short[1]])) == {}
@@ -67,13 +59,6 @@ class TestSharing:
 
 
 class TestLostMessages:
-    @driven()
-    def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self, cluster: FakeCluster) -> None:
-        cluster.network.lose("poll", "v0", times=6)
-        assert reasons(cluster.finish(entries(16, tokens=100))) == {}
-        assert set(cluster.suspected) == {"v0"} and cluster.queue.dispatcher.reissues == 0
-        assert len(cluster.verifier("v0").begun) >= 7
-
     @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "repeated", "delayed"])
     @pytest.mark.parametrize(("method", "times"), [("poll", 4), ("submit", 4), ("learn", 1000)])
     @driven()
@@ -84,31 +69,8 @@ class TestLostMessages:
         assert reasons(cluster.finish(entries(16, tokens=60))) == {}
         assert cluster.queue.dispatcher.reissues == 0
 
-    @pytest.mark.parametrize("fault", ["lost_before", "lost_after"])
-    @driven()
-    def test_requests_that_seem_not_to_arrive_are_handed_to_another(self, cluster: FakeCluster, fault: str) -> None:
-        cluster.network.lose("submit", "v0", times=40, fault=fault)
-        assert reasons(cluster.finish(entries(4, tokens=1500))) == {}
-        first = cluster.verifier("v0")
-        assert cluster.queue.dispatcher.reissues >= 1
-        assert not first.running, "it still works on what another one has"
-        assert bool(set(first.begun) & first.cancelled) == (fault == "lost_after")
-
-    @driven()
-    def test_events_of_other_attempts_are_ignored(self, cluster: FakeCluster) -> None:
-        cluster.verifier("v0").noise = cluster.verifier("v1").noise = True
-        assert reasons(cluster.finish(entries(8))) == {}
-
 
 class TestDeaths:
-    @driven()
-    def test_requests_of_a_dead_verifier_continue_elsewhere_from_the_journal(self, cluster: FakeCluster) -> None:
-        kernel = cluster.bench.kernel
-        kernel.at(kernel.now + 2.0, lambda: cluster.network.kill(cluster.handles["v0"]))
-        assert reasons(cluster.finish(entries(8, tokens=100))) == {}
-        assert cluster.departed == {"v0": Departure.FAILED}
-        assert 4 <= cluster.queue.dispatcher.reissues <= 8
-
     @pytest.mark.parametrize("position", [30, -1])
     @driven(verifiers=3)
     def test_a_poison_request_fails_alone_and_with_its_reason(self, cluster: FakeCluster, position: int) -> None:
@@ -143,40 +105,8 @@ class TestDeaths:
             cluster.finish(entries(8, tokens=10_000))
         assert limit_s - 1.0 < kernel.now - 5.0 < limit_s + 2.0
 
-    @driven()
-    def test_a_controller_that_is_silent_for_less_and_a_slow_reader_hold_up_nothing(self, cluster: FakeCluster) -> None:
-        kernel = cluster.bench.kernel
-        kernel.at(kernel.now + 1.0, lambda: kernel.freeze(cluster.actor.process))
-        kernel.at(kernel.now + 80.0, lambda: kernel.thaw(cluster.actor.process))
-        stream = cluster.stream(entries(32, tokens=100))
-        first = next(stream)
-        cluster.bench.clock.sleep(600.0)
-        ended = [first, *stream]
-        assert len(ended) == 32 and reasons(ended) == {} and cluster.queue.dispatcher.reissues == 0
-
 
 class TestStreamsAndWeights:
-    @driven()
-    def test_closed_early_then_new_weights_then_another_stream(self, cluster: FakeCluster) -> None:
-        first = cluster.stream(entries(20, tokens=50))
-        next(first)
-        first.close()
-        cluster.queue.update_weights(WeightSet(1, ("weights",)))
-        ended = cluster.finish(entries(20, tokens=50, prefix="s"))
-        assert reasons(ended) == {} and {entry.weight_version for entry in ended} == {1}
-        assert not any(cluster.verifier(name).running for name in cluster.handles)
-
-    @driven()
-    def test_a_verifier_with_other_weights_refuses_and_is_used_when_it_has_them(self, cluster: FakeCluster) -> None:
-        cluster.queue.update_weights(WeightSet(1, ("weights",)))
-        late = cluster.verifier("v0")
-        late.version = 0
-        kernel = cluster.bench.kernel
-        kernel.at(kernel.now + 5.0, lambda: late.load_weights(1))
-        ended = cluster.finish(entries(40, tokens=50))
-        assert len(late.begun) >= 8
-        assert reasons(ended) == {}
-
     @driven()
     def test_after_an_update_that_took_too_long_streams_run_with_the_new_version(self, cluster: FakeCluster) -> None:
         cluster.load_s = float("inf")

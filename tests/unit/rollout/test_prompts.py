@@ -274,12 +274,6 @@ def test_templates_that_change_outputs_are_refused_or_outputs_are_kept(change: s
     assert words.decode(kept) == "<|eos|><|user|>user: 7<|eos|><|user|>assistant: "
 
 
-def test_a_template_that_appends_is_accepted_with_every_output() -> None:
-    words = tokenizer_with(EACH.replace("OUTPUT", "{{ m['content'] }}"))
-    kept = ChatTurns(words).between([{"role": "user", "content": "7"}], ())
-    assert words.decode(kept) == "<|eos|><|user|>user: 7<|eos|><|user|>assistant: "
-
-
 def test_a_conversation_keeps_the_time_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(datetime):
         time = datetime(2026, 5, 1, 23, 59, 59, 1)

@@ -12,9 +12,8 @@ import pytest
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.detokenizer import Detokenizer, decoded
+from specactor_ray.rollout.detokenizer import Detokenizer, StopFinder, decoded
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
-from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import Progress, RequestStats
 from tests.tiny import tiny_target

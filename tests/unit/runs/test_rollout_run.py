@@ -27,8 +27,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import split_row
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.runs.rollout import drafts_in_words, run_rollout
-from specactor_ray.runs.scores import Scores, pass_at_k
+from specactor_ray.runs.rollout import Scores, drafts_in_words, pass_at_k, run_rollout
 from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.startup.resolve import Resolved
