@@ -104,6 +104,15 @@ def test_one_byte_at_a_time_is_not_progress(served: Any) -> None:
                         break
 
 
+def test_a_head_without_end_is_refused(served: Any) -> None:
+    _, port = served()
+    with connect(port) as connection:
+        with contextlib.suppress(ConnectionError):
+            for part in (b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ", *[b"a" * 10_000] * 100):
+                connection.sendall(part)
+        assert rest(connection)[:12] in (b"", b"HTTP/1.1 400")
+
+
 def test_a_client_that_reads_nothing_is_aborted(served: Any) -> None:
     engine = ScriptedQueue(part=5000)
     engine.script = lambda _prompt, _sampling: [20] * 400_000

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.handle import Token
-from specactor_ray.serve.openai_answers import Offsets
+from specactor_ray.serve.openai_answers import CompletionForm, Offsets
+from specactor_ray.serve.requests import CompletionBody, Wanted
 from specactor_ray.serve.vocabulary import Vocabulary
 from tests.fakes.scripted_queue import ScriptedQueue, events, post
 from tests.tiny import tiny_target
@@ -61,11 +64,6 @@ def joined(tokenizer: Any, ids: list[int], special: bool = False) -> str:
 
 
 class TestBytes:
-    @given(text=st.text(max_size=20))
-    @settings(deadline=None)
-    def test_byte_level_tokens_join_to_the_text(self, text: str) -> None:
-        assert joined(byte_level(), byte_level().encode(text, add_special_tokens=False) if text else []) == text
-
     @given(ids=st.lists(st.integers(0, 409), max_size=20), special=st.booleans())
     @settings(deadline=None)
     def test_any_byte_level_tokens_join_to_what_they_decode_to(self, ids: list[int], special: bool) -> None:
@@ -125,37 +123,24 @@ def test_a_part_of_a_character_that_never_ends_is_one_character() -> None:
     assert decoded(byte_level(), ids) == "\ufffdab" and Offsets(Vocabulary(byte_level()), False).add(ids) == [0, 1, 2]
 
 
-class TestAlternatives:
-    TOP = tuple(byte_level().convert_tokens_to_ids(["ð", "ñ", "ò", "ó"]))
+def alternatives(tokenizer: Any, token: Token) -> dict[str, float]:
+    """As `/v1/completions` names them."""
+    service: Any = SimpleNamespace(tokenizer=tokenizer, vocabulary=Vocabulary(tokenizer), model="tiny")
+    return CompletionForm(service, CompletionBody(prompt=[1]), [[1]], Wanted(SamplingParams())).alternatives(token)
 
-    def form(self, **options: Any) -> Any:
-        from types import SimpleNamespace
 
-        from specactor_ray.core.types import SamplingParams
-        from specactor_ray.serve.openai_answers import CompletionForm
-        from specactor_ray.serve.requests import SamplingBody, Wanted
-
-        tokenizer = options.pop("tokenizer", byte_level())
-        service: Any = SimpleNamespace(tokenizer=tokenizer, vocabulary=Vocabulary(tokenizer), model="tiny")
-        wanted = Wanted(SamplingParams(logprobs=3), 1, 3)
-        return CompletionForm(service, SamplingBody(**options), [[1]], wanted)
-
-    def test_parts_of_characters_keep_their_values(self) -> None:
-        first, *others = self.TOP
-        top = tuple((token_id, -2.0 - at) for at, token_id in enumerate((others[0], first, *others[1:])))
-        found = self.form().alternatives(Token(first, -0.5, top))
-        assert len(found) == len(self.TOP) and next(iter(found.values())) == -0.5
-        assert sorted(found.values()) == sorted([-0.5, -2.0, -4.0, -5.0])
-
-    def test_two_ids_of_one_text_are_two_entries(self) -> None:
-        tokenizer = sentencepiece()
-        letter, byte = tokenizer.convert_tokens_to_ids(["A", "<0x41>"])
-        found = self.form(tokenizer=tokenizer).alternatives(Token(byte, -9.0, ((letter, -0.1), (byte, -9.0))))
-        assert found == {"A": -9.0, f"token_id:{letter}": -0.1}
+def test_alternatives_keep_their_values_where_two_tokens_have_one_text() -> None:
+    parts = byte_level().convert_tokens_to_ids(["ð", "ñ", "ò", "ó"])
+    top = tuple((token_id, -2.0 - at) for at, token_id in enumerate((parts[1], parts[0], *parts[2:])))
+    found = alternatives(byte_level(), Token(parts[0], -0.5, top))
+    assert list(found.values()) == [-0.5, -2.0, -4.0, -5.0]
+    letter, byte = sentencepiece().convert_tokens_to_ids(["A", "<0x41>"])
+    found = alternatives(sentencepiece(), Token(byte, -9.0, ((letter, -0.1), (byte, -9.0))))
+    assert found == {"A": -9.0, f"token_id:{letter}": -0.1}
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("part", [1, 3, 50])
+@pytest.mark.parametrize("part", [1, 3])
 @pytest.mark.parametrize("text", ["näïve 🦊 狐狸.", "one, two, three<|eos|>"])
 def test_answers_and_streams_report_the_same(text: str, part: int, n: int) -> None:
     engine = ScriptedQueue(part=part)
