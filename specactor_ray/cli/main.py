@@ -151,9 +151,9 @@ def serve(
         with signals_deferred():
             from specactor_ray.serve.run import serve as run_server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "pydantic"):
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "httptools"):
             raise
-        fix = "install it: pip install fastapi uvicorn prometheus-client"
+        fix = "install it: pip install fastapi httptools uvicorn prometheus-client"
         raise InputError(f"{error.name} is not installed; {fix}") from None
     run_server(settings, host, port, model_name, progress)
 

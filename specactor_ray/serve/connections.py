@@ -8,6 +8,8 @@ import asyncio
 import resource
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 if TYPE_CHECKING:
     from specactor_ray.serve.service import Limits
 
@@ -39,42 +41,64 @@ def most_connections(limits: Limits) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(_SPARE, min(wanted, soft - _OTHER_FILES))
 
 
-class _Limited:
-    """Limits of time and number for a protocol of uvicorn, in front of which it stands among the bases."""
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of time and number. A head has at most `MOST_HEAD_BYTES` and one read of the
+    socket."""
 
     limits: Limits
     most: int
     """Number of connections at a time."""
     in_body = False
     """The end of a request's body has not arrived."""
+    head_bytes: int | None = None
+    """Bytes received of the present head; None outside a head."""
     reads = 0
     """How often the client began to read again."""
     head_after: Any = _FIRST
     """The last request before the head of which a part has arrived."""
     cycle: Any
+    flow: Any
     transport: Any
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)  # type: ignore[misc]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self.state: tuple[Any, ...] = ()
-        self.since = self.loop.time()  # type: ignore[attr-defined]
-        if len(self.connections) > self.most:  # type: ignore[attr-defined]
+        self.since = self.loop.time()
+        if len(self.connections) > self.most:
             _make_room(self)
 
     def data_received(self, data: bytes) -> None:
         if not self.in_body and (self.cycle is None or self.cycle.response_complete):
             self.head_after = self.cycle
-        super().data_received(data)  # type: ignore[misc]
+        if self.head_bytes is not None:
+            self.head_bytes += len(data)
+            if self.head_bytes > MOST_HEAD_BYTES:
+                self.send_400_response("The head of the request is too large.")
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self.head_bytes = None
+        self.in_body = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.in_body = False
+        super().on_message_complete()
 
     def resume_writing(self) -> None:
         self.reads += 1
-        super().resume_writing()  # type: ignore[misc]
+        super().resume_writing()
 
     def phase(self) -> int:
         """What the connection waits for."""
         if self.transport.is_closing():
             return _CLOSING
-        if self.flow.write_paused:  # type: ignore[attr-defined]
+        if self.flow.write_paused:
             return _WRITING
         if self.in_body:
             return _BODY
@@ -105,63 +129,9 @@ class _Limited:
         self.transport.close()
 
 
-def http_protocol(limits: Limits) -> Any:
-    """Value of uvicorn's `http` option: its protocol on httptools, if that is installed, or on h11, with limits.
-
-    h11 has its own limit of a head; with httptools a head has at most `MOST_HEAD_BYTES` and one read of the socket.
-    """
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return _h11_protocol(limits)
-
-    class Protocol(_Limited, HttpToolsProtocol):  # type: ignore[misc]
-        """Protocol on httptools."""
-
-        head_bytes: int | None = None
-        """Bytes received of the present head; None outside a head."""
-
-        def data_received(self, data: bytes) -> None:
-            if self.head_bytes is not None:
-                self.head_bytes += len(data)
-                if self.head_bytes > MOST_HEAD_BYTES:
-                    self.send_400_response("The head of the request is too large.")
-                    return
-            super().data_received(data)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.head_bytes = 0
-
-        def on_headers_complete(self) -> None:
-            self.head_bytes = None
-            self.in_body = True
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self.in_body = False
-            super().on_message_complete()
-
-    return _with(Protocol, limits)
-
-
-def _h11_protocol(limits: Limits) -> Any:
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class PureProtocol(_Limited, H11Protocol):  # type: ignore[misc]
-        """Protocol on h11."""
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self.in_body = self.conn.their_state is h11.SEND_BODY
-
-    return _with(PureProtocol, limits)
-
-
-def _with(protocol: Any, limits: Limits) -> Any:
-    protocol.limits, protocol.most = limits, most_connections(limits)
-    return protocol
+def http_protocol(limits: Limits) -> type[Protocol]:
+    """Value of uvicorn's `http` option."""
+    return type("LimitedProtocol", (Protocol,), {"limits": limits, "most": most_connections(limits)})
 
 
 def _make_room(new: Any) -> None:

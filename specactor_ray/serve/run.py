@@ -31,7 +31,7 @@ from specactor_ray.core.signals import (
 )
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.serve.app import is_loopback, make_app
-from specactor_ray.serve.connections import KEEP_ALIVE_S, MOST_HEAD_BYTES, http_protocol
+from specactor_ray.serve.connections import KEEP_ALIVE_S, http_protocol
 from specactor_ray.serve.service import Service
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import resolve
@@ -142,7 +142,6 @@ def server_of(service: Service, token: str | None = None, report: Callable[[str]
     options = uvicorn.Config(
         make_app(service, token),
         http=http_protocol(limits),
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -15,11 +15,10 @@ import yaml
 from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping, load_config
 from tests.fakes.forked_command import specactor
-from tests.tiny import tiny_draft, tiny_target
+from tests.tiny import tiny_target
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
-LONG = ("data.path=good.jsonl", "data.n=2")
 
 
 def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: str) -> Any:
@@ -61,95 +60,65 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-ROLLOUT: dict[str, tuple[list[str], str]] = {
-    "malformed line": (["data.path=bad.jsonl"], "bad.jsonl, line 2: "),
-    "no such prompts": (["data.path=none.jsonl"], "data.path: "),
-    "token ids of another model": (
-        ["data.path=ids.jsonl", f"target.model={tiny_target()}"],
-        "ids.jsonl, line 1: ",
-    ),
-    "no data.path": (["data.path=null"], "data.path: "),
-    "a configuration without --config": (["local_cpu"], "Fix: write --config local_cpu."),
-    "prompts without a key": (["good.jsonl"], "Fix: write data.path=good.jsonl."),
-    "tasks of training": (["data.path=hf:x/y"], "data.path: hf:x/y"),
-    "two configurations": (["--config", LOCAL, "-c", LOCAL], "--config is given twice"),
-    "no such config": (["--config", "none.yaml"], "none.yaml: "),
-    "no such model": (["target.model=./none"], "target.model: "),
-    "no such id": (["target.model=no-one/none"], "target.model: "),
-    "no such draft model": (
-        ["mode=decoupled", "drafters=[{method: draft_model, model: ./none}]"],
-        "drafters.0.model: ",
-    ),
-    "no tokenizer": (["target.model=./bare"], "./bare"),
-    "too many cores": (["mode=plain", "target.cores=999"], "target.cores: "),
-    "too many draft actors": (
-        ["mode=decoupled", "drafters=[{method: ngram, hosted: false, replicas: 998}]"],
-        "drafters.0.cores: ",
-    ),
-    "more than Ray gives out": (
-        ["mode=plain", "cluster.pin_cores=false", "cluster.num_cpus=3", "target.cores=4"],
-        "target.cores: ",
-    ),
-    "no such GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: "),
-    "a draft actor's GPU": (
-        [
-            *("mode=decoupled", "target.gpus=1", "cluster.num_gpus=1", f"target.model={tiny_target()}"),
-            f"drafters=[{{method: draft_model, model: {tiny_draft()}, gpus: 1}}]",
-        ],
-        "drafters.0.gpus: ",
-    ),
-    "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "ZeroDivisionErr"),
-    "an output beyond the context": (
-        [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
-        "sampling.max_tokens: ",
-    ),
-    "no summary": (
-        ["mode=auto", "profile=good.jsonl"],
-        "profile: good.jsonl",
-    ),
-    "no address": (["cluster.address=nonsense"], "cluster.address: "),
-    "nothing at the address": (["cluster.address=127.0.0.1:1"], "127.0.0.1:1"),
-}
-TRAIN = {
-    "nothing": (["data.path=null", "data.n=1"], "data.path: "),
-    "no such model": ROLLOUT["no such model"],
-    "too many cores": ROLLOUT["too many cores"],
-    "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: "),
-    "a trainer's checkpoints": (["checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x"),
-}
-OTHERS = {
-    "scale": (["scale", "ngram", "--run", "x"], "METHOD=N"),
-    "scale below 0": (["scale", "ngram=-1", "--run", "x"], "METHOD=N"),
-    "status": (["status", "--run", "x", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
-    "key": (["config", "--help-keys", "nosuchthing"], "'nosuchthing'"),
-    "minutes": (["demo", "--minutes", "0"], "--minutes: "),
-    "folder": (["demo", "--output", "bare"], "--output: bare"),
-    "place": (["demo", "--output", "/proc/x"], "--output: /proc/x"),
-    "model": (["demo", "--model", "no/such/model"], "--model: "),
-}
-BENCH = {
-    "--modes=plain,fast": "--modes: 'fast'",
-    "--modes=decoupled": "--modes must contain plain",
-    "--batch=4,0": "--batch: '4,0'",
-    "--prompts=bad.jsonl": "bad.jsonl, line 2: ",
-    "--output=/proc/x/bench.json": "--output: /proc/x",
-    "--output=there.jsonl": "there.jsonl",
-}
-MISTAKES = [
-    *(pytest.param(["rollout", *LONG, *more], line, id=f"rollout, {name}") for name, (more, line) in ROLLOUT.items()),
-    *(pytest.param(["train", *LONG, *more], line, id=f"train, {name}") for name, (more, line) in TRAIN.items()),
-    *(pytest.param(["bench", "rollout", *LONG, option], line, id=option) for option, line in BENCH.items()),
-    *(pytest.param(more, line, id=name) for name, (more, line) in OTHERS.items()),
+NO_MODEL, NO_CORES = ["target.model=./none"], ["mode=plain", "target.cores=999"]
+MISTAKES: list[tuple[list[str], str]] = [
+    # what a rollout needs; the keys of the configuration are in tests/unit/config
+    (["rollout", "data.path=bad.jsonl"], "bad.jsonl, line 2: "),
+    (["rollout", "data.path=none.jsonl"], "data.path: "),
+    (["rollout", "data.path=ids.jsonl", f"target.model={tiny_target()}"], "ids.jsonl, line 1: "),
+    (["rollout", "data.path=null"], "data.path: "),
+    (["rollout", "data.path=hf:x/y"], "data.path: hf:x/y"),
+    (["rollout", "local_cpu"], "local_cpu"),
+    (["rollout", "--config", LOCAL, "-c", LOCAL], "--config is given twice"),
+    (["rollout", "--config", "none.yaml"], "none.yaml: "),
+    (["rollout", *NO_MODEL], "target.model: "),
+    (["rollout", "target.model=no-one/none"], "target.model: "),
+    (["rollout", "mode=decoupled", "drafters=[{method: draft_model, model: ./none}]"], "drafters.0.model: "),
+    (["rollout", "target.model=./bare"], "./bare"),
+    (["rollout", *NO_CORES], "target.cores: "),
+    (["rollout", "target.gpus=1", "cluster.num_gpus=0"], "target.gpus: "),
+    (["rollout", "drafters=[{method: 'broken:Mine'}]"], "ZeroDivisionErr"),
+    (["rollout", f"target.model={tiny_target()}", "sampling.max_tokens=512"], "sampling.max_tokens: "),
+    (["rollout", "mode=auto", "profile=good.jsonl"], "profile: "),
+    (["rollout", "cluster.address=nonsense"], "cluster.address: "),
+    (["rollout", "cluster.address=127.0.0.1:1"], "127.0.0.1:1"),
+    (["train", "data.path=null", "data.n=1"], "data.path: "),
+    (["train", *NO_MODEL], "target.model: "),
+    (["train", *NO_CORES], "target.cores: "),
+    (["train", "trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: "),
+    (["train", "checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x"),
+    (["bench", "rollout", "--modes=plain,fast"], "--modes: 'fast'"),
+    (["bench", "rollout", "--modes=decoupled"], "--modes must contain plain"),
+    (["bench", "rollout", "--batch=4,0"], "--batch: '4,0'"),
+    (["bench", "rollout", "--prompts=bad.jsonl"], "bad.jsonl, line 2: "),
+    (["bench", "rollout", "--output=/proc/x/bench.json"], "--output: /proc/x"),
+    (["bench", "rollout", "--output=there.jsonl"], "there.jsonl"),
+    (["serve", "--port=0", "--host=0.0.0.0"], "--host 0.0.0.0: other machines would reach the server"),
+    (["serve", "--port=0", "--host=no.such.host.invalid", "target.model=nowhere"], "--host no.such.host.invalid: "),
+    (["serve", "--port=0", "target.model=nowhere"], "nowhere"),
+    (["serve", "--port=0", "--model-name="], "--model-name is empty"),
+    (["scale", "ngram", "--run", "x"], "METHOD=N"),
+    (["scale", "ngram=-1", "--run", "x"], "METHOD=N"),
+    (["status", "--run", "x", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
+    (["config", "--help-keys", "nosuchthing"], "'nosuchthing'"),
+    (["demo", "--minutes", "0"], "--minutes: "),
+    (["demo", "--output", "bare"], "--output: bare"),
+    (["demo", "--output", "/proc/x"], "--output: /proc/x"),
+    (["demo", "--model", "no/such/model"], "--model: "),
 ]
+MADE_OF_PROMPTS = ("rollout", "train", "bench")
 
 
 class TestUserErrors:
-    @pytest.mark.parametrize(("arguments", "problem"), MISTAKES)
+    @pytest.mark.parametrize(("arguments", "problem"), MISTAKES, ids=[" ".join(one)[:60] for one, _ in MISTAKES])
     def test_one_line_before_torch_is_imported_and_nothing_left(
         self, folder: Path, arguments: list[str], problem: str
     ) -> None:
         before = files(folder)
-        done = specactor(folder, *arguments, HF_HUB_OFFLINE="1")
+        given = [one for one in ("data.path=good.jsonl", "data.n=2") if arguments[0] in MADE_OF_PROMPTS]
+        at = 2 if arguments[0] == "bench" else 1
+        key = {"SPECACTOR_API_KEY": "a" * 20} if "--host=no.such.host.invalid" in arguments else {}
+        done = specactor(folder, *arguments[:at], *given, *arguments[at:], HF_HUB_OFFLINE="1", **key)
         assert problem in error_line(done)
         assert not done.stdout and not {"torch", "transformers", "vllm"} & set(done.heavy)
         assert not (arguments[0] in ("rollout", "train") and done.heavy)

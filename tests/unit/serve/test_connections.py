@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.serve import connections, run
+from specactor_ray.serve import connections
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Limits
 from tests.fakes.scripted_queue import ScriptedQueue, make_service
@@ -26,11 +26,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 BODY = {"prompt": [5], "max_tokens": 3, "seed": 1}
 
 
-@pytest.fixture(params=["httptools", "h11"])
-def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Starts a server; gives its URL, its port and its engine."""
-    if request.param == "h11":
-        monkeypatch.setattr(run, "http_protocol", connections._h11_protocol)
+@pytest.fixture
+def served() -> Iterator[Callable[..., Any]]:
+    """Starts a server; gives its URL and its port."""
     with contextlib.ExitStack() as stack:
 
         def start(engine: ScriptedQueue | None = None, token: str | None = None, **limits: Any) -> tuple[str, int]:
