@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.cli import doctor
-from specactor_ray.cli.doctor import State
 from specactor_ray.core import machine, upstream
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.upstream import TRL, VERL, VLLM
@@ -57,12 +55,3 @@ def test_a_verl_without_a_part_is_named_in_the_log(missing: list[str], caplog: p
     with refused("actor_rollout_ref.rollout.name", "7.0.0", "RolloutMode.HYBRID") as error:
         runpy.run_module("specactor_ray.integrations.verl")
     assert caplog.messages == [str(error.value)] and "'verl==0.9.*'" in error.value.fix
-
-
-@pytest.mark.parametrize("package", [TRL, VERL, VLLM], ids=lambda package: package.name)
-def test_doctor_names_both(missing: list[str], package: upstream.Upstream) -> None:
-    found = doctor._compared("packages", package)
-    assert found.state is State.UNTESTED and found.fix == package.install and "7.0.0 is untested" in found.found
-    missing.append(f"{package.name}.gone")
-    found = doctor._compared("packages", package)
-    assert found.state is State.WRONG and found.fix == package.install and f"no {package.name}.gone" in found.found

@@ -91,31 +91,30 @@ class TestSampling:
                 sampling_params(others, 6, 3)
 
 
-class TestSeeds:
-    def test_all_differ_and_come_again_in_another_run(self) -> None:
-        def taken(run_seed: int, replica: int) -> list[int]:
-            seeds, all_of_them = Seeds(run_seed, replica), []
-            for step in range(2):
-                all_of_them += [seeds.take(prompt) for prompt in ([1, 2], [1, 2], [3])]
-                seeds.begin_step(step)
-            return all_of_them
+def test_seeds_differ_and_come_again_in_another_run() -> None:
+    """That of a named request depends on its name alone."""
 
-        runs = [taken(1, 0), taken(1, 1), taken(2, 0)]
-        assert len({seed for run in runs for seed in run}) == 18
-        assert taken(1, 1) == runs[1]
+    def taken(run_seed: int, replica: int) -> list[int]:
+        seeds, all_of_them = Seeds(run_seed, replica), []
+        for step in range(2):
+            all_of_them += [seeds.take(prompt) for prompt in ([1, 2], [1, 2], [3])]
+            seeds.begin_step(step)
+        return all_of_them
 
-    def test_an_aborted_request_keeps_its_seed_once(self) -> None:
-        seeds = Seeds(1, 0)
-        first, second = seeds.take([1]), seeds.take([1])
-        seeds.keep([1, 5], first)
-        seeds.keep([1, 5], second)
-        seeds.begin_step(4)
-        assert {seeds.take([1, 5]), seeds.take([1, 5])} == {first, second}
-        assert seeds.take([1, 5]) not in {first, second}
+    runs = [taken(1, 0), taken(1, 1), taken(2, 0)]
+    assert len({seed for run in runs for seed in run}) == 18
+    assert taken(1, 1) == runs[1]
+    assert Seeds(1, 0).take([1], "det-0") == Seeds(1, 5).take([1], "det-0") != Seeds(1, 0).take([1], "det-1")
 
-    def test_named_requests_depend_on_their_name(self) -> None:
-        seeds, other = Seeds(1, 0), Seeds(1, 5)
-        assert seeds.take([1], "det-0") == other.take([1], "det-0") != seeds.take([1], "det-1")
+
+def test_an_aborted_request_keeps_its_seed_once() -> None:
+    seeds = Seeds(1, 0)
+    first, second = seeds.take([1]), seeds.take([1])
+    seeds.keep([1, 5], first)
+    seeds.keep([1, 5], second)
+    seeds.begin_step(4)
+    assert {seeds.take([1, 5]), seeds.take([1, 5])} == {first, second}
+    assert seeds.take([1, 5]) not in {first, second}
 
 
 def test_the_package_names_verls_plugin() -> None:

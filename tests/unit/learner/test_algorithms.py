@@ -19,7 +19,6 @@ from specactor_ray.learner.algorithms import (
     kl_loss,
     make_recipe,
     output_advantages,
-    truncated_importance_weights,
     value_loss,
 )
 
@@ -89,11 +88,6 @@ def test_kl(drift: float) -> None:
     (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((old.exp() * kl_loss(policy, old, reference)).sum(), logits)
     torch.testing.assert_close(expected, exact, atol=1e-12, rtol=1e-9)
-
-
-def test_importance_weights_are_capped() -> None:
-    train, rollout = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
-    close(truncated_importance_weights(train, rollout, cap=2.0), [[1.0, 2.0, math.exp(-2.0)]])
 
 
 def test_what_a_recipe_leaves_to_the_algorithm() -> None:

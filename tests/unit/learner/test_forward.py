@@ -79,33 +79,6 @@ def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: 
         torch.testing.assert_close(gradients_again[name], gradients[name], atol=1e-6 * largest, rtol=0)
 
 
-class Careless(torch.nn.Module):
-    """Adds to each embedding what a mistake in a model's own code would: something of the other rows."""
-
-    def __init__(self, embedding: torch.nn.Module, mistake: str) -> None:
-        super().__init__()
-        self.embedding, self.mistake = embedding, mistake
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = self.embedding(ids)
-        if self.mistake == "width":
-            return states * (1.0 + 1e-2 * (ids == 0).sum(-1)[:, None, None])
-        if self.mistake == "rows":
-            return states + 0.3 * states.mean(0, keepdim=True)
-        raise RuntimeError("no rows of several lengths")
-
-
-@pytest.mark.parametrize(
-    ("mistake", "reason"),
-    [("width", "beside a longer one"), ("rows", "beside a"), ("fails", "fails with RuntimeError: no rows of several")],
-)
-def test_mistakes_of_a_models_own_code_are_found(mistake: str, reason: str) -> None:
-    model = make_model("llama")
-    model.set_input_embeddings(Careless(model.get_input_embeddings(), mistake))
-    with pytest.raises(ModelLoadError, match=reason):
-        attend_as_in_eager_mode(PolicyModel(model))
-
-
 @pytest.mark.parametrize(("settings", "temperature"), [({"max_position_embeddings": 5}, 1.0), ({}, 0.01)])
 def test_short_contexts_and_low_temperatures_are_no_difference(settings: dict[str, Any], temperature: float) -> None:
     policy = PolicyModel(make_model("llama", **settings), temperature)

@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
 from specactor_ray.learner.algorithms import make_recipe, uses_values
-from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share_out
 from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
@@ -62,6 +64,22 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor],
     assert first.keys() == second.keys()
     for name, value in first.items():
         torch.testing.assert_close(value, second[name], atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(8, 200), st.integers(1, 5))
+def test_every_sample_is_in_one_group_that_fits_and_ranks_get_equally_many(
+    sizes: list[tuple[int, int]], budget: int, ranks: int
+) -> None:
+    totals = [sum(size) for size in sizes]
+    groups = cut_by_tokens(totals, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
+    assert all(len(group) == 1 or len(group) * max(totals[index] for index in group) <= budget for group in groups)
+    shares = share_out(groups, ranks)
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(group for share in shares for group in share if group) == sorted(groups)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

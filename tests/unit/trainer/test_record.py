@@ -27,7 +27,7 @@ class Ticks:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.fallbacks, self.drafters, self.progress = list, list, (5, 24)
+        self.fallbacks, self.drafters = list, list
         self.resolved = SimpleNamespace(identity=token_identity("cpu", "float32", False))
         self.health = {"method": "eagle", "alarm": True}
 
@@ -73,24 +73,6 @@ class Recorded:
     @property
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.metrics_file.read_text().splitlines()]
-
-
-def test_the_present_work(tmp_path: Path) -> None:
-    recorder, shown = Recorded(tmp_path, Ticks(), done=1, steps=4).recorder, list[tuple[float, str]]()
-    progress: Any = SimpleNamespace(update=lambda done, figures, total: shown.append((done, figures)))
-    recorder.show_progress(progress)
-    recorder.begin(1)
-    for phase in ("rollout", "update"):
-        with recorder.timed(phase):
-            recorder.show_progress(progress)
-    recorder.end(2, Experience(), UPDATE, 0)
-    recorder.show_progress(progress)
-    assert shown == [
-        (1, "starting Ray, verifiers and trainer"),
-        (1, "step 2/4, rollout 5/24"),
-        (1, "step 2/4, update"),
-        (2, "step 2/4, update"),
-    ]
 
 
 def test_a_step_in_a_line_for_every_width() -> None:

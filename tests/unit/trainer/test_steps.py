@@ -134,12 +134,6 @@ def test_a_run_ends_after_its_last_step_or_earlier(world: World) -> None:
     assert watched == [(0, 0), (1, 1), (2, 2), (3, 3)], "the verifiers have the weights of the step"
 
 
-def test_a_resumed_run_gives_its_weights_to_the_verifiers_first(world: World) -> None:
-    world.resumed, world.weights = TrainState(step=4, position=12), 4
-    world.run()
-    assert world.recorded == [5, 6] and world.calls["update_weights"] == 3 and list(world.saved) == names([6])
-
-
 def test_a_signal_during_an_update_ends_the_run_after_the_step(world: World) -> None:
     world.before_update = lambda: os.kill(os.getpid(), signal.SIGTERM)
     with sigterm_interrupts():
@@ -148,11 +142,12 @@ def test_a_signal_during_an_update_ends_the_run_after_the_step(world: World) -> 
 
 
 def test_a_run_from_another_runs_checkpoint_has_one_of_its_own_at_once(world: World) -> None:
+    """And gives its weights to the verifiers first."""
     world.resumed, world.weights, world.is_saved = TrainState(step=3, position=12), 3, False
     world.fail["collect", 1] = SystemExit()  # which nothing handles, as a kill
     with pytest.raises(SystemExit):
         world.run()
-    assert world.saved == {"step-000003": "3"}
+    assert world.saved == {"step-000003": "3"} and world.calls["update_weights"] == 1
 
 
 FULL = "disk full"
