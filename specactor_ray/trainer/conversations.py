@@ -26,7 +26,7 @@ from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import Environment, EnvironmentWorker, find_environment
 from specactor_ray.trainer.rewards import reward_sample
-from specactor_ray.trainer.workers import Work, WorkerPool
+from specactor_ray.trainer.workers import WorkerPool
 from specactor_ray.transport.messages import RequestStats
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Conversations(WorkerPool):
     def __init__(self, config: Config, tokenizer: Any, context: int) -> None:
         section = config.environment
         open_environment = partial(EnvironmentWorker, section, config.reward)
-        super().__init__(Work("environment", section.timeout_s, open_environment), section.workers)
+        super().__init__("environment", section.timeout_s, open_environment, section.workers)
         assert section.name is not None
         self._closes = getattr(find_environment(section.name), "close", None) is not Environment.close
         self._config, self._tokenizer, self._context = section, tokenizer, context
@@ -166,7 +166,8 @@ class Conversations(WorkerPool):
                     break
                 episode.parts.append(turn)
                 is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
-                sample = reward_sample(episode.task, turn, episode.own_token_ids, episode.sampling.max_tokens)
+                own, most = episode.own_token_ids, episode.sampling.max_tokens
+                sample = reward_sample(episode.task, turn.text, own, turn.finish_reason, most)
                 state, reply = await self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
                 episode.reward += reply.reward
                 episode.finish_reason = turn.finish_reason if reply.done else "length"

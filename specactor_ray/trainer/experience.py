@@ -70,7 +70,7 @@ class Experience:
 
 class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `workers`
-    are `Conversations`, or do `reward_work`."""
+    are `Conversations`, or a `reward_pool`."""
 
     def __init__(self, config: Config, recipe: AlgorithmConfig, stream: TaskStream, workers: WorkerPool) -> None:
         self._config, self._recipe, self._stream, self._workers = config, recipe, stream, workers
@@ -127,7 +127,8 @@ class ExperienceMaker:
             if one.error:
                 experience.failures["rollout"][one.error] += 1
             elif one.token_ids:
-                sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
+                task = tasks[one.prompt_index]
+                sample = reward_sample(task, one.text, one.token_ids, one.finish_reason, most)
                 ended.append((one, self._workers.submit(sample)))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
         begin = SYSTEM.now()

@@ -23,9 +23,8 @@ from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, R
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ConfigError, InputError, clipped, counted_by_kind, place_of
 from specactor_ray.rollout.prompts import split_row
-from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, answer_text, has_reference, is_blank
-from specactor_ray.trainer.workers import Outcome, Work, WorkerPool
+from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +47,10 @@ class RewardSample:
     """The part of the output that counts as the answer (`reward.answer_pattern`); set by the `Scorer`."""
 
 
-def reward_sample(task: Task, output: Trajectory, token_ids: tuple[int, ...], max_tokens: int) -> RewardSample:
-    """Input of the reward functions for an output, or for a turn after which the sample has these own tokens."""
-    return RewardSample(
-        task.prompt, output.text, task.answer, task.metadata, token_ids, output.finish_reason, max_tokens
-    )
+def reward_sample(task: Task, text: str, token_ids: Sequence[int], finish_reason: str, most: int) -> RewardSample:
+    """Input of the reward functions for an output, or for a turn after which the sample has these own tokens. `most`:
+    `sampling.max_tokens`."""
+    return RewardSample(task.prompt, text, task.answer, task.metadata, tuple(token_ids), finish_reason, most)
 
 
 RewardFunction = Callable[[RewardSample], float]
@@ -175,9 +173,9 @@ def _number(name: str, function: RewardFunction, value: Any) -> float:
         raise ValueError(f"{name}{place_of(function)} returned {clipped(value)}, which is no number") from None
 
 
-def reward_work(config: RewardConfig) -> Work:
-    """Work of reward processes: `RewardSample` → reward."""
-    return Work("reward", config.timeout_s, partial(Scorer, config))
+def reward_pool(config: RewardConfig, workers: int) -> WorkerPool:
+    """Processes that score: `RewardSample` → reward."""
+    return WorkerPool("reward", config.timeout_s, partial(Scorer, config), workers)
 
 
 def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) -> None:
@@ -196,10 +194,9 @@ def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) ->
     if not own:
         return
     reasons, most = Counter[str](), config.sampling.max_tokens
-    with WorkerPool(reward_work(config.reward), 1) as scorers:
+    with reward_pool(config.reward, 1) as scorers:
         for task, text in itertools.product(tasks, _MADE_UP):
-            text = text or task.answer or "Yes."
-            made_up = RewardSample(task.prompt, text, task.answer, task.metadata, tuple(range(8)), "stop", most)
+            made_up = reward_sample(task, text or task.answer or "Yes.", range(8), "stop", most)
             _, problem = SYSTEM.result(scorers.submit(made_up), math.inf)
             if not problem:
                 return
@@ -221,10 +218,8 @@ class RolloutScorer:
         check_rewards(self._config, tasks[:2], next((one.place for one in tasks if not has_reference(one.answer)), ""))
 
     def submit(self, row: Mapping[str, Any]) -> Future[Outcome]:
-        task, text, ids = self._task(row["prompt"], row.get("columns", {}), "the row"), row["text"], row["token_ids"]
-        most = self._config.sampling.max_tokens
-        sample = RewardSample(task.prompt, text, task.answer, task.metadata, tuple(ids), row["finish_reason"], most)
-        return self._pool.submit(sample)
+        task, most = self._task(row["prompt"], row.get("columns", {}), "the row"), self._config.sampling.max_tokens
+        return self._pool.submit(reward_sample(task, row["text"], row["token_ids"], row["finish_reason"], most))
 
     def _task(self, prompt: Any, columns: Mapping[str, Any], place: str) -> Task:
         rest, key = dict(columns), self._config.data.answer_key
@@ -239,5 +234,5 @@ def row_scorer(config: Config) -> Iterator[RolloutScorer | None]:
         yield None
         return
     Scorer(config.reward)
-    with WorkerPool(reward_work(config.reward), config.reward.workers) as pool:
+    with reward_pool(config.reward, config.reward.workers) as pool:
         yield RolloutScorer(config, pool)

@@ -34,9 +34,8 @@ from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import StepRecorder
-from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_work
+from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_pool
 from specactor_ray.trainer.steps import Training, Watch
-from specactor_ray.trainer.workers import WorkerPool
 
 _FLOAT32 = 4
 FIXES = (
@@ -99,10 +98,9 @@ def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Co
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
         parts.enter_context(record.open(rollout))
         if config.environment.name is None:
-            workers = WorkerPool(reward_work(config.reward), config.reward.workers)
+            workers = parts.enter_context(reward_pool(config.reward, config.reward.workers))
         else:
-            workers = Conversations(config, _tokenizer(config.target), resolved.context)
-        parts.enter_context(workers)
+            workers = parts.enter_context(Conversations(config, _tokenizer(config.target), resolved.context))
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Outcome = tuple[Any, str]
 """Result of a function, or None and the reason if there is none."""
+Open = Callable[[], Callable[[Any], Any]]
+"""Imports the needed modules and returns a function from request to result; pickled to reach a process."""
 _ATTEMPTS = 3
 """Number of tries of a request when its process dies."""
 _START_S = 60.0
@@ -48,28 +49,17 @@ _MOST_CHARACTERS = 2000
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from specactor_ray.trainer.workers import main; main()"
 
 
-@dataclass(frozen=True)
-class Work:
-    """Work of worker processes. It is pickled to reach them."""
-
-    name: str
-    """Section of the configuration; its key `timeout_s` is the limit."""
-    timeout_s: float
-    """Longest time of one request."""
-    open: Callable[[], Callable[[Any], Any]]
-    """Imports the needed modules and returns a function from request to result."""
-
-
 class WorkerPool:
-    """Answers requests in several processes at once; a context manager."""
+    """Answers requests in several processes at once; a context manager. `name` is the section of the configuration
+    whose key `timeout_s` is the longest time of a request."""
 
-    def __init__(self, work: Work, workers: int) -> None:
-        self._work, self._died = work, False
-        self._processes = [_WorkerProcess(work) for _ in range(workers)]
+    def __init__(self, name: str, timeout_s: float, open_function: Open, workers: int) -> None:
+        self._name, self._died = name, False
+        self._processes = [_WorkerProcess(name, timeout_s, open_function) for _ in range(workers)]
         self._idle: queue.LifoQueue[_WorkerProcess] = queue.LifoQueue()
         for process in self._processes:
             self._idle.put(process)
-        self._threads = ThreadPoolExecutor(workers, work.name)
+        self._threads = ThreadPoolExecutor(workers, name)
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +86,7 @@ class WorkerPool:
                 except _DiedError as problem:
                     level = logging.DEBUG if self._died or process.closed else logging.WARNING
                     message = "%s process died: %s; a request has up to %d attempts"
-                    logger.log(level, message, self._work.name, problem, _ATTEMPTS)
+                    logger.log(level, message, self._name, problem, _ATTEMPTS)
                     self._died = True
             return None, f"its process died {_ATTEMPTS} times"
         finally:
@@ -110,25 +100,24 @@ class _DiedError(Exception):
 class _WorkerProcess:
     """A worker process, started on demand and again after its death. For one thread at a time; `close` for any."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, name: str, timeout_s: float, open_function: Open) -> None:
         self.closed = False
-        self._work, self._lock = work, threading.Lock()
+        self._name, self._timeout_s, self._open, self._lock = name, timeout_s, open_function, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection
 
     def answer(self, request: Any) -> Outcome:
         """Execute a request. Raises `_DiedError`."""
-        work = self._work
         try:
             if self._process is None and (problem := self._start()):
                 self._end()
                 return None, problem
             self._channel.send(request)
-            outcome: Outcome = self._receive(work.timeout_s)
+            outcome: Outcome = self._receive(self._timeout_s)
             return outcome
         except TimeoutError:
             self._end()
-            return None, f"took longer than {work.name}.timeout_s ({work.timeout_s:g} s)"
+            return None, f"took longer than {self._name}.timeout_s ({self._timeout_s:g} s)"
         except (_DiedError, OSError, EOFError) as problem:
             self._end()
             raise _DiedError(str(problem) or "it closed its channel") from None
@@ -169,11 +158,12 @@ class _WorkerProcess:
                 env={"OMP_NUM_THREADS": "1", **inherited, "RAY_ENABLE_AUTO_CONNECT": "0"},
                 start_new_session=True,
             )
-        self._channel.send(self._work)
+        self._channel.send(self._open)
         try:
-            return str(self._receive(_START_S))
+            problem = self._receive(_START_S)
         except TimeoutError:
-            return f"the {self._work.name} process did not start within {_START_S:g} s"
+            return f"the {self._name} process did not start within {_START_S:g} s"
+        return problem and f"the {self._name} process cannot run the functions: {problem}"
 
     def _receive(self, timeout_s: float) -> Any:
         """Next message of the process. Raises `TimeoutError`, and the errors of its end."""
@@ -204,18 +194,18 @@ def _check_memory(pid: int) -> None:
 
 
 def main() -> None:
-    """Serve the channel whose descriptor is the first argument. It carries a `Work`, answered by the reason if it
-    cannot be done (else empty), then requests, each answered by an `Outcome`."""
+    """Serve the channel whose descriptor is the first argument. It carries an `Open`, answered by the reason if it
+    fails (else empty), then requests, each answered by an `Outcome`."""
     channel = Connection(int(sys.argv[1]))
     del sys.argv[1:]
     _end_with_driver()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # as for Ray's workers: the kernel kills these first when memory is short
-    pid, work = os.getpid(), channel.recv()
+    pid = os.getpid()
     try:
-        function = work.open()
+        function = channel.recv()()
     except Exception as error:  # noqa: BLE001 - the import of a user's module may raise anything
-        channel.send(f"the {work.name} process cannot run the functions: {in_words(error)[:_MOST_CHARACTERS]}")
+        channel.send(in_words(error)[:_MOST_CHARACTERS])
         return
     channel.send("")
     with contextlib.suppress(EOFError):

@@ -17,8 +17,8 @@ from specactor_ray.config.training_schema import RewardConfig, RewardFunctionCon
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
-from specactor_ray.trainer.rewards import RewardSample, reward_work
-from specactor_ray.trainer.workers import Outcome, WorkerPool
+from specactor_ray.trainer.rewards import RewardSample, reward_pool
+from specactor_ray.trainer.workers import Outcome
 
 PATIENCE_S = 60.0
 
@@ -35,7 +35,7 @@ def config(name: str, **values: float | None) -> RewardConfig:
 
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
     section = config(name, **values)
-    with WorkerPool(reward_work(section), section.workers) as pool:
+    with reward_pool(section, section.workers) as pool:
         return [SYSTEM.result(future, math.inf) for future in [pool.submit(one) for one in what]]
 
 

@@ -18,7 +18,7 @@ from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
-from specactor_ray.trainer.rewards import RewardSample, reward_work
+from specactor_ray.trainer.rewards import RewardSample, Scorer
 from specactor_ray.trainer.workers import Outcome, answer
 from tests.fakes.trajectories import trajectory
 
@@ -55,7 +55,7 @@ class InProcess:
     def submit(self, sample: RewardSample) -> Future[Outcome]:
         EVENTS.append("scored")
         future = Future[Outcome]()
-        future.set_result(answer(reward_work(self._config).open(), sample))
+        future.set_result(answer(Scorer(self._config), sample))
         return future
 
 
