@@ -86,47 +86,36 @@ class HandMember(Member):
             one.answer(None, SpecActorError(error) if error and isinstance(error, str) else error or None)
 
 
-class Cast:
-    """Members that are all ready: 16 verifiers, and draft actors of two methods."""
+def test_draft_actors_serve_groups_and_a_replaced_verifier_is_in_the_group_of_its_seat() -> None:
+    drafters = [{"method": "ngram", "replicas": 4}, {"method": "suffix"}]
+    config = from_mapping({"target": {"replicas": 16}, "drafters": drafters})
+    numbers = ((VERIFIER, 16), ("ngram", 4), ("suffix", 1))
+    members = [HandMember(key, index) for key, number in numbers for index in range(number)]
+    view, sync = ClusterView(), PeerSync(config)
 
-    def __init__(self, ngram: int, suffix: int) -> None:
-        drafters = [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}]
-        self.config = from_mapping({"target": {"replicas": 16}, "drafters": drafters})
-        self.members: dict[str, HandMember] = {}
-        for key, number in ((VERIFIER, 16), ("ngram", ngram), ("suffix", suffix)):
-            for index in range(number):
-                self.add(key, index)
-        self.view, self.peers = ClusterView(), PeerSync(self.config)
-
-    def add(self, key: str, index: int, suffix: str = "a") -> None:
-        member = HandMember(key, index, suffix)
-        member.serves = True
-        self.members[member.actor_id] = member
-
-    def send(self) -> dict[str, set[str]]:
+    def send() -> dict[str, set[str]]:
         """Member → its peers."""
-        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {})
-        self.peers.update(self.members.values(), self.view, 0.0)
+        nonlocal view
+        for member in members:
+            member.serves = True
+        view = next_view(view, members, drafter_specs(config), {})
+        sync.update(members, view, 0.0)
         found = {}
-        for name, member in self.members.items():
+        for member in members:
             method = "set_drafters" if member.key == VERIFIER else "set_verifiers"
             member.answer(method)
-            _version, peers = member.sent(method)[-1]
-            found[name] = {getattr(one, "actor_id", one) for one in peers}
+            found[member.actor_id] = {getattr(one, "actor_id", one) for one in member.sent(method)[-1][1]}
         return found
 
-
-def test_draft_actors_serve_groups_and_a_replaced_verifier_is_in_the_group_of_its_seat() -> None:
-    cast, lost = Cast(ngram=4, suffix=1), f"{VERIFIER}-3#a"
-    before = cast.send()
+    before, lost = send(), members[3]
     for name in (name for name in before if name.startswith(VERIFIER)):
         assert sorted(peer.partition("-")[0] for peer in before[name]) == ["ngram", "ngram", "suffix"]
-    assert all(before[f"{VERIFIER}-{seat}#a"] == before[lost] for seat in range(8))
-    del cast.members[lost]
-    cast.send()
-    cast.add(VERIFIER, 3, "b")
-    after = cast.send()
-    assert after[f"{VERIFIER}-3#b"] == before[lost]
+    assert all(before[f"{VERIFIER}-{seat}#a"] == before[lost.actor_id] for seat in range(8))
+    members.remove(lost)
+    send()
+    members.append(HandMember(VERIFIER, 3, "b"))
+    after = send()
+    assert after[f"{VERIFIER}-3#b"] == before[lost.actor_id]
     assert all(name in after[peer] for name, peers in after.items() for peer in peers), "both sides agree"
 
 
@@ -138,16 +127,22 @@ def make_sync(mode: str = "decoupled") -> WeightSync:
 _NOW = itertools.count(0.0, 10.0)
 
 
-def send(sync: WeightSync, *members: HandMember) -> None:
-    """The next round of the controller, later than any pause."""
-    sync.update(members, next(_NOW))
+def send(sync: WeightSync, *members: HandMember, answer: str | SpecActorError | None = None, rounds: int = 1) -> None:
+    """Rounds of the controller, each later than any pause; `answer` is that of all members that still live, empty for a
+    success."""
+    for _ in range(rounds):
+        living = [one for one in members if one.error is None]
+        sync.update(living, next(_NOW))
+        for one in living if answer is not None else ():
+            one.answer("load_weights", answer)
 
 
 def settle(sync: WeightSync, *members: HandMember) -> None:
-    for _ in range(6):
-        send(sync, *members)
-        for one in members:
-            one.answer("load_weights")
+    send(sync, *members, answer="", rounds=6)
+
+
+def current(sync: WeightSync, version: int) -> None:
+    sync.set_current(WeightSet(version, ("a",)))
 
 
 def lesson(version: int, method: str = "eagle") -> WeightSet:
@@ -164,13 +159,11 @@ class TestWeights:
         members.append(HandMember(VERIFIER))
         settle(sync, *members)
         assert all(one.serves for one in members)
-        for method, version in (("eagle", 1), ("ngram", 3)):  # ngram is not taught
+        for version, method in ((1, "eagle"), (3, "ngram")):  # ngram is not taught
             sync.offer(lesson(version, method))
         settle(sync, *members)
         for version in (3, 2):
             sync.offer(lesson(version))
-        settle(sync, *members)
-        sync.offer(lesson(3))
         settle(sync, *members)
         assert [one.versions for one in members] == [[1, 3], [1, 3], [], []], "only the newest is sent"
         late = HandMember("eagle", 2)
@@ -180,24 +173,16 @@ class TestWeights:
         assert late.serves and [one.acked for one in (late, *members)] == [3, 3, 3, 0, 0]
 
     def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait_for_it(self) -> None:
-        sync, verifiers = make_sync(mode="coupled"), [HandMember(VERIFIER, index) for index in (0, 1)]
+        sync, (first, second) = make_sync(mode="coupled"), [HandMember(VERIFIER, index) for index in (0, 1)]
         sync.offer(lesson(2))
-        send(sync, *verifiers)
-        for version in (3, 4):
-            sync.offer(lesson(version))
-        send(sync, *verifiers)
-        assert all(one.serves and one.acked == 0 for one in verifiers) and sync.is_settled()
-        verifiers[0].answer("load_weights")
-        verifiers[1].answer("load_weights", "the object is lost")  # the next version replaces it
-        send(sync, *verifiers)
-        assert [one.versions for one in verifiers] == [[2, 4]] * 2
-        for _ in range(6):
-            verifiers[1].answer("load_weights", "shapes differ")
-            send(sync, *verifiers)
-        assert verifiers[1].versions.count(4) == 3 and verifiers[1].error is None
-        late = HandMember(VERIFIER, 2)
-        send(sync, late)
-        assert late.serves and late.versions == [4]
+        send(sync, first, second)
+        sync.offer(lesson(4))
+        send(sync, first, second)
+        assert first.serves and first.acked == 0 and sync.is_settled()
+        first.answer("load_weights")
+        send(sync, first)
+        send(sync, second, answer="shapes differ", rounds=8)
+        assert first.versions == [2, 4] and second.versions == [2, 4, 4, 4] and second.error is None
 
     def test_one_that_cannot_take_weights_is_marked_dead(self) -> None:
         sync, first, second, lost = make_sync(), *(HandMember("eagle", index) for index in range(3))
@@ -206,11 +191,9 @@ class TestWeights:
         send(sync, first, second, lost)
         first.answer("load_weights")
         lost.answer("load_weights", ActorLostError("killed", node_lost=True))
-        for _ in range(3):  # once may have been bad luck
-            assert second.error is None and second.transport.open(second.actor_id, "load_weights")
-            second.answer("load_weights", "shapes differ")
-            send(sync, first, second, lost)
-            send(sync, first, second, lost)
+        send(sync, first, second, lost, answer="shapes differ", rounds=3)
+        assert second.error is None, "once may have been bad luck"
+        send(sync, first, second, lost, answer="shapes differ", rounds=4)
         assert "shapes differ" in str(second.error) and first.acked == 1 and first.error is None
         assert isinstance(lost.error, ActorLostError) and lost.error.node_lost
 
@@ -218,10 +201,12 @@ class TestWeights:
         sync, one = make_sync(), HandMember(VERIFIER)
         send(sync, one)
         assert one.serves and sync.is_settled()
-        sync.set_current(WeightSet(1, ("a",)))
+        current(sync, 1)
+        send(sync, HandMember("eagle"))
+        assert not in_place(sync, 1) and not sync.is_settled(), "no verifier is no success"
         send(sync, one)
         assert not one.serves and not in_place(sync, 1)
-        sync.set_current(WeightSet(2, ("b",)))  # while the first is on its way
+        current(sync, 2)  # while the first is on its way
         one.answer("load_weights")
         send(sync, one)
         assert not one.serves and one.versions == [1, 2] and not in_place(sync, 2)
@@ -232,51 +217,39 @@ class TestWeights:
     def test_a_version_is_one_set_of_weights_for_ever(self) -> None:
         sync, one = make_sync(), HandMember(VERIFIER)
         for _ in range(2):  # the second time because an answer was lost
-            sync.set_current(WeightSet(3, ("a",)))
+            current(sync, 3)
         for wrong in (WeightSet(2, ("a",)), WeightSet(3, ("b",))):
             with pytest.raises(InputError, match="come after version 3"):
                 sync.set_current(wrong)
         send(sync, one)
         assert one.sent("load_weights") == [(WeightSet(3, ("a",)),)]
 
-    def test_no_verifier_is_no_success(self) -> None:
-        sync, one = make_sync(), HandMember(VERIFIER)
-        sync.set_current(WeightSet(1, ("a",)))
-        send(sync)
-        send(sync, HandMember("eagle"))
-        assert not in_place(sync, 1) and not sync.is_settled()
-        settle(sync, one)
-        assert in_place(sync, 1)
-
     @pytest.mark.parametrize("error", [WeightsError("version 1 did not arrive"), InputError("no lm_head.weight")])
     def test_an_error_that_is_final_gives_the_version_up_and_replaces_nobody(self, error: SpecActorError) -> None:
-        sync, first, second = make_sync(), HandMember(VERIFIER, 0), HandMember(VERIFIER, 1)
-        sync.set_current(WeightSet(1, ("a",)))
-        send(sync, first, second)
+        sync, first, second, lost = make_sync(), *(HandMember(VERIFIER, index) for index in range(3))
+        current(sync, 1)
+        send(sync, first, second, lost)
         first.answer("load_weights")
         second.answer("load_weights", error)
-        settle(sync, first, second)
+        send(sync, first, second, lost)
+        lost.answer("load_weights", ActorLostError("gone"))  # after the version is given up
+        settle(sync, first, second, lost)
         assert second.versions == [1] and second.error is None and not second.serves and str(error) in second.note
+        assert isinstance(lost.error, ActorLostError) and sync.is_settled()
         with pytest.raises(WeightsError, match=f"version 1 cannot be loaded: .*{error}"):
             in_place(sync, 1)
-        assert sync.is_settled()
         late = HandMember(VERIFIER, 2)
         send(sync, first, second, late)
         assert late.versions == [] and not late.serves
-        sync.set_current(WeightSet(2, ("b",)))  # which is right
+        current(sync, 2)  # which is right
         settle(sync, first, second, late)
         assert in_place(sync, 2) and second.serves and late.serves
 
     def test_two_verifiers_that_fail_give_the_version_up_with_their_own_error(self) -> None:
-        sync, gone = make_sync(), list[HandMember]()
-        sync.set_current(WeightSet(1, ("a",)))
-        for index in range(3):
-            member = HandMember(VERIFIER, 0, str(index))
-            for _ in range(8):
-                if member.error is None:
-                    send(sync, member)
-                    member.answer("load_weights", "ValueError: model.layers.0.experts")
-            gone.append(member)
+        sync, gone = make_sync(), [HandMember(VERIFIER, 0, str(number)) for number in range(3)]
+        current(sync, 1)
+        for member in gone:
+            send(sync, member, answer="ValueError: model.layers.0.experts", rounds=8)
         assert [len(one.versions) for one in gone] == [3, 3, 0], "the third one is not even tried"
         assert gone[0].error is not None and gone[1].error is None
         with pytest.raises(WeightsError, match=r"version 1 cannot be loaded: .*ValueError: model\.layers\.0\.experts"):
@@ -284,43 +257,34 @@ class TestWeights:
 
     def test_objects_that_do_not_arrive_are_not_the_fault_of_a_version(self) -> None:
         sync = make_sync()
-        sync.set_current(WeightSet(1, ("a",)))
-        for index in range(9):  # each is replaced after its attempts
-            member = HandMember(VERIFIER, 0, str(index))
-            for _ in range(8):
-                if member.error is None:
-                    send(sync, member)
-                    member.answer("load_weights", FetchError("weights of version 1: the object is lost"))
+        current(sync, 1)
+        for number in range(9):  # each is replaced after its attempts
+            member = HandMember(VERIFIER, 0, str(number))
+            send(sync, member, answer=FetchError("weights of version 1: the object is lost"), rounds=8)
             assert member.error is not None and member.versions == [1, 1, 1]
         assert not in_place(sync, 1) and "the object is lost" in sync.problem
-        serving = HandMember(VERIFIER)
-        settle(sync, serving)
+        settle(sync, HandMember(VERIFIER))
         assert in_place(sync, 1)
 
     def test_verifiers_that_die_of_a_version_are_not_replaced_for_ever(self) -> None:
-        sync = make_sync()
-        sync.set_current(WeightSet(1, ("a",)))
-        for index in range(4):
+        sync, serving = make_sync(), HandMember(VERIFIER)
+        current(sync, 1)
+        for number in range(4):
             assert not in_place(sync, 1)
-            send(sync, HandMember(VERIFIER, 0, str(index)))  # and is gone in the next round
+            send(sync, HandMember(VERIFIER, 0, str(number)))  # and is gone in the next round
         send(sync)
         with pytest.raises(WeightsError, match="4 verifiers in a row were lost"):
             in_place(sync, 1)
-        sync.set_current(WeightSet(2, ("a",)))
-        serving = HandMember(VERIFIER)
+        current(sync, 2)
         settle(sync, serving)
-        for index in range(9):  # it is in place, and another verifier serves
-            lost = HandMember(VERIFIER, 1, f"lost-{index}")
-            send(sync, serving, lost)
-            lost.answer("load_weights", WeightsError("memory"))
-            send(sync, serving, lost)
+        for number in range(9):  # it is in place, and another verifier serves
+            lost = HandMember(VERIFIER, 1, f"lost-{number}")
+            send(sync, serving, lost, answer=WeightsError("memory"), rounds=2)
             assert lost.error is not None and in_place(sync, 2)
-        for index in range(9):  # nodes and processes are lost, whatever the weights
-            send(sync, HandMember(VERIFIER, 0, f"killed-{index}"))
+        for number in range(9):  # nodes and processes are lost, whatever the weights
+            send(sync, HandMember(VERIFIER, 0, f"killed-{number}"))
         send(sync)
-        assert in_place(sync, 2)
         last = HandMember(VERIFIER, 0, "last")  # none serves: a rollout must not wait for ever
-        send(sync, last)
-        last.answer("load_weights", WeightsError("memory"))
-        settle(sync, last)
-        assert last.error is None and not last.serves and last.versions == [2] and "memory" in last.note
+        send(sync, last, answer=WeightsError("memory"), rounds=8)
+        assert in_place(sync, 2) and last.error is None and not last.serves
+        assert last.versions == [2] and "memory" in last.note
