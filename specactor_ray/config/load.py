@@ -292,12 +292,8 @@ def _value(annotation: Any, value: Any, key: str, schema: Any) -> Any:
     try:
         return _converted(annotation, value)
     except (KeyError, OverflowError, TypeError, ValueError):
-        kind, optional = without_none(annotation)
-        words = choices(annotation) or ([AUTO] if optional and kind in (int, float) else [])
-        hint = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-        what = "not one of its values" if choices(annotation) else "of the wrong type or not allowed"
         fix = f"{key} is {type_in_words(annotation)}."
-        raise ConfigError(key, f"{clipped(value)} is {what}.{hint}", fix) from None
+        raise ConfigError(key, f"{clipped(value)} is of the wrong type or not allowed.", fix) from None
 
 
 def _converted(annotation: Any, value: Any) -> Any:

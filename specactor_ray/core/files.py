@@ -16,9 +16,6 @@ from typing import Any
 
 from specactor_ray.core.errors import InputError
 
-MOST_BYTES = 1 << 28
-"""Largest text file that is read, in bytes; tokenizers with the largest vocabularies have a tenth of it."""
-
 
 def cache_dir() -> Path:
     """`$SPECACTOR_CACHE`, else `$XDG_CACHE_HOME/specactor_ray`, else `~/.cache/specactor_ray`. It need not exist."""
@@ -126,22 +123,12 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; returns its descriptor. Others (a FIFO, a device) raise OSError: reading may never end."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
-
-
-def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a regular file. Raises OSError if it is none or larger than `most_bytes`, and
+def read_foreign(path: str | Path) -> str:
+    """The UTF-8 text of a regular file. Raises OSError for others (a FIFO, a device: reading may never end), and
     UnicodeDecodeError."""
-    with open(open_regular(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
-        return file.read(most_bytes).decode("utf-8")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(path).read_text(encoding="utf-8")
 
 
 def parse_json(text: str) -> Any:

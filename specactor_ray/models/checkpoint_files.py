@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_MOST_HEADER_BYTES = 1 << 28
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
 
@@ -35,7 +36,7 @@ def _require_whole(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            header = parse_json(stream.read(min(size, MOST_BYTES)).decode())
+            header = parse_json(stream.read(min(size, _MOST_HEADER_BYTES)).decode())
         ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
         wanted = 8 + size + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):

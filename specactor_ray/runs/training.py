@@ -17,7 +17,7 @@ from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import open_regular, parse_json, read_foreign, remove_if_empty, write_text
+from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (
@@ -35,7 +35,6 @@ from specactor_ray.runs.folder import (
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS, METRICS_FILE = "checkpoints", "metrics.jsonl"
-_MOST_METRICS_BYTES = 1 << 32
 _TASKS = "number of tasks"
 _POSITION = (
     "sampling.seed",
@@ -175,8 +174,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
     """Drop the records of steps that will be repeated, an incomplete last line, and with a warning damaged lines."""
     if not file.exists():
         return
-    with open(open_regular(file), "rb") as opened:
-        lines = opened.read().split(b"\n")
+    lines = file.read_bytes().split(b"\n")
     kept, damaged = list[str](), list[int]()
     for number, line in enumerate(lines, start=1):
         try:
@@ -193,7 +191,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
     try:
-        return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).split("\n") if line]
+        return [parse_json(line) for line in read_foreign(file).split("\n") if line]
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read as metrics: {error}") from None
 

@@ -16,7 +16,7 @@ from typing import Any
 from specactor_ray.config import Config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import append_json, flush_entry, open_regular, parse_json
+from specactor_ray.core.files import append_json, flush_entry, parse_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt, Row, split_row
 from specactor_ray.runs.folder import (
@@ -53,7 +53,7 @@ class TrajectoryWriter:
         self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
         try:
             self.partial.touch()
-            with open(open_regular(self.partial, os.O_RDWR), "rb") as file:
+            with open(self.partial, "r+b") as file:
                 content = file.read()
         except OSError as error:
             raise InputError(f"run.dir: {self.partial} cannot be opened ({error.strerror})") from None

@@ -45,7 +45,7 @@ _REPORT_TICKS = 100
 _CUT_OFF_S = 5
 """Seconds for the answers of requests that are cut off at the end."""
 _KEY, _KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"
-_SHORTEST_KEY, _LARGEST_KEY_FILE = 16, 4096
+_SHORTEST_KEY = 16
 
 
 class Server(uvicorn.Server):
@@ -217,7 +217,7 @@ def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> s
     path, key = environment.get(_KEY_PATH), environment.pop(_KEY, "").strip()
     if not key and path:
         try:
-            key = read_foreign(path, _LARGEST_KEY_FILE).strip()
+            key = read_foreign(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{_KEY_PATH} names {path}, which cannot be read: {error}") from None
         if not key:
