@@ -19,6 +19,7 @@ from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
 from specactor_ray.trainer.rewards import RewardSample, reward_pool
 from specactor_ray.trainer.workers import Outcome
+from tests.fakes.reward_functions import raises_on_even_length
 
 PATIENCE_S = 60.0
 
@@ -55,13 +56,14 @@ def test_several_processes_score_at_once() -> None:
     assert score("length", samples(20), workers=3) == [((i + 1) / 20, "") for i in range(20)]
 
 
+EVEN = raises_on_even_length.__code__.co_firstlineno + 2
 TOO_LONG = "took longer than reward.timeout_s (0.2 s)"
 
 
 @pytest.mark.parametrize(
     ("function", "outcomes"),
     [
-        ("raises_on_even_length", [(1.0, ""), (None, "RuntimeError: even (reward_functions.py, line 29)")]),
+        ("raises_on_even_length", [(1.0, ""), (None, f"RuntimeError: even (reward_functions.py, line {EVEN})")]),
         ("hangs", [(None, TOO_LONG)] * 2),
         ("uses_processes", [(3.0, "")] * 2),
         ("asks_ray", [(0.0, "")] * 2),

@@ -24,7 +24,7 @@ from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
-NO_NUMBER = "RuntimeError: no number (reward_functions.py, line 38)"
+NO_NUMBER = "RuntimeError: no number (reward_functions.py, line "
 EVENTS: list[str] = []
 """Outputs that ended, and scores that were requested, in their order."""
 
@@ -118,7 +118,8 @@ def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int
     experience = collect([outputs], **settings)
     assert (len(experience.samples), experience.is_unusable) == (samples, is_unusable)
     assert experience.failures["rollout"].total() == outputs.count("!")
-    assert experience.failures["reward"] == ({NO_NUMBER: outputs.count("x")} if "x" in outputs else {})
+    assert experience.failures["reward"].total() == outputs.count("x")
+    assert all(reason.startswith(NO_NUMBER) for reason in experience.failures["reward"])
 
 
 def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() -> None:
@@ -141,45 +142,28 @@ def test_advantages_do_not_depend_on_an_offset_of_the_rewards(name: str) -> None
 
 
 class Maker:
-    """Makes a step when it is allowed to, and remembers which version of the weights each began with."""
+    """Makes a step when it is allowed to; the second one fails."""
 
     def __init__(self) -> None:
-        self.version, self.begun, self.fails = 0, dict[int, int](), dict[int, BaseException]()
-        self.allowed, self.has_begun = ({step: threading.Event() for step in range(20)} for _ in range(2))
+        self.begun = list[int]()
+        self.allowed, self.has_begun = threading.Event(), threading.Event()
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
-        self.begun[step] = self.version
-        self.has_begun[step].set()
-        assert self.allowed[step].wait(PATIENCE_S)
-        if step in self.fails:
-            raise self.fails[step]
+        self.begun.append(step)
+        self.has_begun.set()
+        assert self.allowed.wait(PATIENCE_S)
+        if step == 1:
+            raise RuntimeError("lost")
         return f"experience {step} of {rollout}"
 
 
-@pytest.mark.parametrize(("staleness", "first"), [(1, 0), (2, 5)])
-def test_rollouts_run_ahead_as_far_as_they_may(staleness: int, first: int) -> None:
-    maker, last = Maker(), first + 6
-    ahead = AheadMaker(maker, staleness, last)
-    maker.version = first
-    for step in range(first, last):
-        maker.allowed[step].set()
-        assert ahead.collect("rollout", SamplingParams(), step) == f"experience {step} of rollout"
-        if step + 1 < last:  # it begins while the trainer updates
-            assert maker.has_begun[step + 1].wait(PATIENCE_S)
-        assert max(maker.begun) <= step + staleness
-        maker.version = step + 1
-    assert sorted(maker.begun) == list(range(first, last)), "and none beyond the last"
-    assert all(step - version <= staleness for step, version in maker.begun.items())
-    assert any(step > version for step, version in maker.begun.items())
-
-
-def test_what_a_rollout_raises_arrives_at_its_step_and_an_interruption_at_once() -> None:
-    maker = Maker()
-    maker.fails[1] = RuntimeError("lost")
+def test_rollouts_ahead_are_waited_for_and_what_they_raise_arrives_at_its_step() -> None:
+    """Rollouts ahead of a trainer are in `tests/ray/test_training.py`."""
+    maker: Any = Maker()
     ahead = AheadMaker(maker, 2, 10)
 
     def interrupt() -> None:
-        assert maker.has_begun[0].wait(PATIENCE_S)
+        assert maker.has_begun.wait(PATIENCE_S)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
 
     thread = threading.Thread(target=interrupt)
@@ -187,10 +171,9 @@ def test_what_a_rollout_raises_arrives_at_its_step_and_an_interruption_at_once()
     with pytest.raises(KeyboardInterrupt):
         ahead.collect("rollout", SamplingParams(), 0)
     thread.join()
-    for event in maker.allowed.values():
-        event.set()
-    assert ahead.collect("rollout", SamplingParams(), 0)
+    maker.allowed.set()
+    assert ahead.collect("rollout", SamplingParams(), 0) == "experience 0 of rollout"
     for _ in range(2):
         with pytest.raises(RuntimeError, match="lost"):
             ahead.collect("rollout", SamplingParams(), 1)
-    assert 2 not in maker.begun
+    assert maker.begun == [0, 1]

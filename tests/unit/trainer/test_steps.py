@@ -49,50 +49,46 @@ class World:
         self.store = CheckpointStore(folder, 99, False)
         self.resumed, self.is_saved = TrainState(), True
 
-    def happens(self, name: str) -> None:
-        self.calls[name] += 1
-        if (name, self.calls[name]) in self.fail:
-            raise self.fail[name, self.calls[name]]
-
     def __getattr__(self, name: str) -> Any:
-        """Methods that do nothing else: `sleep` and `wake`, `offload` and `reload`, `begin`, `timed`."""
-        return lambda *arguments: contextlib.nullcontext(self.happens(name))
+        """Counts the calls of a method, with what else it does: `_update` for `update`."""
+        more = getattr(type(self), f"_{name}", lambda *arguments: contextlib.nullcontext())
 
-    def update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
-        self.happens("update_weights")
+        def call(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            if name == "update":
+                self.weights += 0.5
+                self.before_update()
+            if (error := self.fail.get((name, self.calls[name]))) is not None:
+                raise error
+            return more(self, *arguments)
+
+        return call
+
+    def _update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
         assert weights.version == self.weights
 
-    def update(self, samples: Any, step: int, seed: int) -> dict[str, float]:
-        assert step == self.weights
-        self.before_update()
-        self.weights += 0.5
-        self.happens("update")
+    def _update(self, samples: Any, step: int, seed: int) -> dict[str, float]:
+        assert step + 0.5 == self.weights
         self.weights += 0.5
         return {"skipped": 0.0, "grad_norm": 1.0}
 
-    def train_drafter(self, samples: Any, step: int) -> WeightSet:
-        self.happens("train_drafter")
+    def _train_drafter(self, samples: Any, step: int) -> WeightSet:
         return WeightSet(step, (), 0)
 
-    def export_weights(self, version: int) -> WeightSet:
-        self.happens("export_weights")
+    def _export_weights(self, version: int) -> WeightSet:
         return WeightSet(version, (), 10)
 
-    def save(self, folder: Path) -> None:
-        self.happens("save")
+    def _save(self, folder: Path) -> None:
         (folder / "weights").mkdir()
         (folder / "weights" / "model").write_text(str(self.weights))
 
-    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
-        self.happens("collect")
-        position = (3 * self.calls["collect"], 0)
-        return SimpleNamespace(samples=["s"], rewards=[1.0], is_unusable=False, position=position)
+    def _collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
+        return SimpleNamespace(samples=["s"], rewards=[1.0], is_unusable=False, position=(3 * step, 0))
 
-    def end(self, step: int, experience: Any, update: Any, sync_bytes: int) -> None:
-        self.happens("end")
+    def _end(self, step: int, experience: Any, update: Any, sync_bytes: int) -> None:
         self.recorded.append(step)
 
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
+    def _finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         self.finished.append((status, checkpoint_failures, error))
         return RunOutcome(Path(), {"status": status})
 
@@ -230,10 +226,10 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint(steps: int, fails: st
     world, at, reason = World(tmp_path, steps=steps), min(steps, 3), "not finite"
     failures = {"reward": Counter({"ValueError: a": 3, "ValueError: b": 2, "timed out": 9}), "rollout": Counter[str]()}
     if fails == "loss":
-        world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}  # type: ignore[method-assign]
-        world.export_weights = lambda version: WeightSet(0, (), 0)  # type: ignore[method-assign]
+        world.update = lambda samples, step, seed: {"skipped": 1.0, "grad_norm": 0.0}
+        world.export_weights = lambda version: WeightSet(0, (), 0)
     else:
-        world.collect, reason = lambda *_: Experience(failures=failures), "9 x timed out, 5 x .*reward.functions"  # type: ignore[method-assign]
+        world.collect, reason = lambda *_: Experience(failures=failures), "9 x timed out, 5 x .*reward.functions"
     with pytest.raises(SpecActorError, match=reason):
         world.run()
     assert world.finished[0][0] == "failed" and f"step-{at:06d}" in world.saved
@@ -243,7 +239,7 @@ def test_a_run_whose_weights_do_not_arrive_fails_even_in_its_last_step(world: Wo
     def end(step: int, *_: Any) -> None:
         world.problem = "step 6: the rollout does not run the trained weights" if step == 6 else ""
 
-    world.end = end  # type: ignore[method-assign]
+    world.end = end
     with pytest.raises(WeightsError, match="step 6"):
         world.run()
     assert world.finished == [("failed", 0, "step 6: the rollout does not run the trained weights")]
