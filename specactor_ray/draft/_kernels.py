@@ -39,7 +39,7 @@ _FADE = 0.999
 # ---- branches ----
 
 
-class Planes(NamedTuple):
+class BranchArrays(NamedTuple):
     """Arrays of `BranchTable`, passed as those of `Texts`."""
 
     ats: np.ndarray
@@ -62,7 +62,7 @@ def chance(evidence: Any, gap: int, rank: int) -> float:
 @_jit
 def settle(table: Any, texts: Any, main_rows: Any, rows: Any, befores: Any, ends: Any) -> Any:
     """See `BranchTable.settle`. Refuted or outdated branches are freed. Candidates are counted as right or wrong."""
-    table, texts = Planes(*table), Texts(*texts)
+    table, texts = BranchArrays(*table), Texts(*texts)
     freed, count = np.empty(table.ats.size, np.int64), 0
     table.evidence[:] = table.evidence * _FADE
     width, places = table.gaps.shape[2], table.ats.shape[1]
@@ -120,7 +120,7 @@ def plan(
     table: Any, texts: Any, tips: Any, longest: int, seconds: Any, reading: Any, ahead: Any, backlogs: Any, budget: int
 ) -> Any:
     """See `BranchTable.plan`. Returns columns of `Chains`, int32 `(4, n)`."""
-    table, texts = Planes(*table), Texts(*texts)
+    table, texts = BranchArrays(*table), Texts(*texts)
     limits = np.minimum(np.minimum(texts.lengths + texts.window, texts.limits), longest)
     late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
     late = late[np.argsort(backlogs[late], kind="mergesort")]
@@ -233,7 +233,7 @@ def read(
     table: Any, texts: Any, tips: Any, origins: Any, cached: Any, rows: Any, numbers: Any, counts: Any, cache_rows: Any
 ) -> Any:
     """See `BranchTable.read`; `cached`: tokens of each row of the cache."""
-    table, texts = Planes(*table), Texts(*texts)
+    table, texts = BranchArrays(*table), Texts(*texts)
     tokens, ends, stop = np.empty(counts.sum(), np.int32), np.empty(len(rows), np.int64), 0
     complete = np.ones(len(rows), np.bool_)
     for i in range(len(rows)):
@@ -252,7 +252,7 @@ def read(
 @_jit
 def append(table: Any, texts: Any, tips: Any, rows: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
     """See `BranchTable.append`."""
-    table, texts = Planes(*table), Texts(*texts)
+    table, texts = BranchArrays(*table), Texts(*texts)
     width, changed = table.gaps.shape[2], np.ones(len(rows), np.bool_)
     for i in range(len(rows)):
         row, b = rows[i], numbers[i]
@@ -278,7 +278,7 @@ def append(table: Any, texts: Any, tips: Any, rows: Any, numbers: Any, tokens: A
 @_jit
 def publish(table: Any, texts: Any, rows: Any) -> None:
     """See `BranchTable.publish`."""
-    table, texts = Planes(*table), Texts(*texts)
+    table, texts = BranchArrays(*table), Texts(*texts)
     for row in rows:
         known, place = texts.lengths[row], 1
         texts.length[row, 1:] = 0

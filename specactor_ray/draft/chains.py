@@ -71,7 +71,7 @@ class BranchTable:
         """`(rows, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
-        self.arrays = _PLANES(self)
+        self.arrays = _BRANCHES(self)
 
     def fit(self, rows: int, window: int) -> np.ndarray:
         """Make room for tails of `window` tokens. If the width grows, all branches end; returns their rows."""
@@ -83,9 +83,9 @@ class BranchTable:
             self.gaps = np.full((have, self.most + 1, width), FREE, np.int32)
             self.opened = np.zeros((have, width), np.int32)
         if rows > have:
-            grow(self, kernels.Planes._fields[:-1], rows)
+            grow(self, kernels.BranchArrays._fields[:-1], rows)
             self.ats[have:], self.gaps[have:] = FREE, FREE
-        self.arrays = _PLANES(self)
+        self.arrays = _BRANCHES(self)
         return freed
 
     def settle(
@@ -170,7 +170,7 @@ class BranchTable:
             kernels.publish(self.arrays, view.texts, rows)
 
 
-_PLANES = operator.attrgetter(*kernels.Planes._fields)
+_BRANCHES = operator.attrgetter(*kernels.BranchArrays._fields)
 
 
 def ranges_of(gaps: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft._kernels import Planes
+from specactor_ray.draft._kernels import BranchArrays
 from specactor_ray.table._kernels import Texts
 from specactor_ray.table.requests import Finish
 
@@ -111,7 +111,7 @@ def draft(
         Indices of the next tokens in their texts, int64 `(n,)`; number of prompt tokens that were read; int32:
         candidates `(n, most)`, in order, and ranges of gaps `(n,)`. Wrong candidates differ from each other.
     """
-    texts, table = Texts(*texts), Planes(*table)
+    texts, table = Texts(*texts), BranchArrays(*table)
     tokens, gaps = np.empty((len(rows), most), np.int32), np.empty(len(rows), np.int32)
     ends, prefill = np.empty(len(rows), np.int64), 0
     for i in range(len(rows)):

@@ -24,8 +24,8 @@ REFUTED, RESCUED = 6, 7
 UNCHANGED = 2**31 - 1
 """Value of `RequestTable.kept` where no commit has come since the drafter's last turn."""
 
-Planes = namedtuple(
-    "Planes",
+TableArrays = namedtuple(
+    "TableArrays",
     "generation prompts lengths lines assigned base tail length kept judged method evidence counts reached",
 )
 """Arrays of `RequestTable`, named here so that numba's cache detects a change."""
@@ -75,7 +75,9 @@ def unsent(rows: Any, sent: Any, prompts: Any, lengths: Any, lines: Any) -> Any:
 
 
 @_jit
-def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+def take_tails(
+    seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: TableArrays
+) -> Any:
     """See `RequestTable.take`. Keep the tails of a request that agree with the committed tokens and reach past them, in
     order. Ignore all if their base is ahead of the committed tokens, or if the first matching tail is not newer (base)
     or longer than the stored one."""
@@ -194,7 +196,7 @@ def _settle(row: int, start: int, fresh: int, line: Any, length: Any, tail: Any,
 
 
 @_jit
-def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: TableArrays) -> Any:
     """See `RequestTable.follow`: of a table with one drafter, in the first seat."""
     taken, end = np.zeros(len(rows), np.bool_), 0
     length, tail, kept, judged = table.length[0], table.tail[0], table.kept[0], table.judged[0]
@@ -252,7 +254,7 @@ def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
 
 
 @_jit
-def publish(seat: int, rows: Any, vocab_size: int, table: Planes) -> None:
+def publish(seat: int, rows: Any, vocab_size: int, table: TableArrays) -> None:
     """See `RequestTable.publish`."""
     length, tail = table.length, table.tail
     for row in rows:
@@ -265,7 +267,7 @@ def publish(seat: int, rows: Any, vocab_size: int, table: Planes) -> None:
 
 
 @_jit
-def collect(seat: int, rows: Any, table: Planes) -> Any:
+def collect(seat: int, rows: Any, table: TableArrays) -> Any:
     """See `RequestTable.tails`."""
     length, tail = table.length, table.tail
     counts, most = np.ones(len(rows), np.int32), len(rows) * tail.shape[2]
@@ -284,7 +286,7 @@ def collect(seat: int, rows: Any, table: Planes) -> Any:
 
 
 @_jit
-def commit(step: Committed, bucket: Any, table: Planes, ranges: Any, methods: Any) -> None:
+def commit(step: Committed, bucket: Any, table: TableArrays, ranges: Any, methods: Any) -> None:
     """Count verified tokens, and keep the tails that agree with the newly committed tokens and reach past them. Hits
     and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`), those of the
     first tails only. The first loop is about the verified tail of each row; the second about the first tail of each

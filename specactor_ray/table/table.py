@@ -186,12 +186,12 @@ class RequestTable:
     def take(self, seat: int, tails: Any) -> np.ndarray:
         """Process a `TailBatch`. Returns bool `(n,)`: whether the tail's request is not assigned to the drafter."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._planes)
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._arrays)
         return unknown
 
     def settle(self, step: Committed, ranges: np.ndarray, evidence: np.ndarray, overall: np.ndarray) -> None:
         """Compare the tails with the newest tokens of the rows of a step; see `_kernels.commit`."""
-        _kernels.commit(step, ranges, self._planes, evidence, overall)
+        _kernels.commit(step, ranges, self._arrays, evidence, overall)
 
     def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take output tokens that another table has committed, idempotently: int32 `(n,)` each, rows, output positions
@@ -202,17 +202,17 @@ class RequestTable:
         ends = np.minimum(ends, self.lengths[arrays[0]]) + arrays[2]
         self._fit_lines(int(ends.max(initial=0)))
         self.changes += 1
-        taken: np.ndarray = _kernels.follow(*arrays, self._planes)
+        taken: np.ndarray = _kernels.follow(*arrays, self._arrays)
         return taken
 
     def publish(self, seat: int, rows: np.ndarray) -> None:
         """Mark rows as answered by a drafter of this process; tails end before tokens outside the vocabulary."""
-        _kernels.publish(seat, rows, self.vocab_size, self._planes)
+        _kernels.publish(seat, rows, self.vocab_size, self._arrays)
 
     def tails(self, seat: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of tails of each row, at least 1, as an empty first one counts; lengths of these tails, the one to
         verify first ahead; and all their tokens. int32."""
-        counts, lengths, tokens = _kernels.collect(seat, rows, self._planes)
+        counts, lengths, tokens = _kernels.collect(seat, rows, self._arrays)
         return counts, lengths, tokens
 
     def unsent(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -225,8 +225,8 @@ class RequestTable:
     # ---- room ----
 
     @property
-    def _planes(self) -> _kernels.Planes:
-        return _kernels.Planes(*_PLANES(self))
+    def _arrays(self) -> _kernels.TableArrays:
+        return _kernels.TableArrays(*_ARRAYS(self))
 
     def _fit_rows(self, rows: int) -> None:
         old = len(self.generation)
@@ -240,8 +240,8 @@ class RequestTable:
             grow(self, ("lines",), 1 << (tokens - 1).bit_length(), axis=1)
 
 
-_PLANES = operator.attrgetter(*_kernels.Planes._fields)
-# Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
+_ARRAYS = operator.attrgetter(*_kernels.TableArrays._fields)
+# Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.TableArrays`, too.
 _BY_ROW = ("generation", "prompts", "lengths", "limits", "exported", "lines", "begun", "minds_eos")
 _BY_SEAT = ("assigned", "sent", "base", "streamed", "kept", "tail", "length")
 _BY_METHOD = ("evidence",)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.jit import kernel
+from specactor_ray.table import _kernels as table_kernels
+from specactor_ray.table._kernels import FREE
 
-_jit: Any = kernel()
+_jit: Any = kernel(sources=(table_kernels,))
 
-FREE = -1
-"""Value for no seat."""
 _PARTS = 256
 """Parts of the range of gains, and again of the part that decides: 1/65536 is the least difference that counts."""
 _SEVERAL = -2
