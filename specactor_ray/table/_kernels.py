@@ -167,7 +167,7 @@ def _remember(rows: Any, fresh_of: Any, sums: Any, evidence: Any, ranges: Any, m
 
 
 @_jit
-def _settle(row: int, start: int, fresh: int, line: Any, length: Any, tail: Any, kept: Any, judged: Any) -> Any:
+def _settle_row(row: int, start: int, fresh: int, line: Any, length: Any, tail: Any, kept: Any, judged: Any) -> Any:
     """Keep the tails of a row, arrays of one seat, that agree with its `fresh` newest tokens, from `start` on, and
     reach past them. Returns the length of the first tail, how many of its tokens are right, and whether another tail
     has taken its place."""
@@ -211,7 +211,7 @@ def follow(rows: Any, starts: Any, lengths: Any, tokens: Any, table: TableArrays
         if taken[i] and stop > before:
             line[before:stop] = tokens[begin + before - start : end]
             table.lengths[row] = stop
-            _settle(row, before, stop - before, line, length, tail, kept, judged)
+            _settle_row(row, before, stop - before, line, length, tail, kept, judged)
     return taken
 
 
@@ -286,7 +286,7 @@ def collect(seat: int, rows: Any, table: TableArrays) -> Any:
 
 
 @_jit
-def commit(step: Committed, bucket: Any, table: TableArrays, ranges: Any, methods: Any) -> None:
+def settle(step: Committed, bucket: Any, table: TableArrays, ranges: Any, methods: Any) -> None:
     """Count verified tokens, and keep the tails that agree with the newly committed tokens and reach past them. Hits
     and tries of draft tokens are added by (method, row) and by (method, range of positions `bucket[i]`), those of the
     first tails only. The first loop is about the verified tail of each row; the second about the first tail of each
@@ -316,7 +316,7 @@ def commit(step: Committed, bucket: Any, table: TableArrays, ranges: Any, method
             row, fresh = rows[i], commits[i]
             if not assigned[row]:
                 continue
-            had, right, rescued = _settle(
+            had, right, rescued = _settle_row(
                 row, table.lengths[row] - fresh, fresh, table.lines[row], mine, tail, kept, judged
             )
             counts[RESCUED] += rescued

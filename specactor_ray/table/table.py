@@ -190,8 +190,8 @@ class RequestTable:
         return unknown
 
     def settle(self, step: Committed, ranges: np.ndarray, evidence: np.ndarray, overall: np.ndarray) -> None:
-        """Compare the tails with the newest tokens of the rows of a step; see `_kernels.commit`."""
-        _kernels.commit(step, ranges, self._arrays, evidence, overall)
+        """Compare the tails with the newest tokens of the rows of a step; see `_kernels.settle`."""
+        _kernels.settle(step, ranges, self._arrays, evidence, overall)
 
     def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take output tokens that another table has committed, idempotently: int32 `(n,)` each, rows, output positions

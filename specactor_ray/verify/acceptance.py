@@ -39,7 +39,7 @@ class Acceptance:
             self.methods.append(method)
         return self.methods.index(method)
 
-    def commit(self, table: RequestTable, step: Committed) -> None:
+    def settle(self, table: RequestTable, step: Committed) -> None:
         """Compare the tails with the tokens that a step has committed to the table, and learn from them."""
         table.settle(step, bucket_of(table.committed[step.rows] - step.counts), self.evidence, self.overall)
 

@@ -345,10 +345,6 @@ class Drafting:
         tokens = self.table.tail[seats, rows, 0][np.arange(self.table.window) < lengths[:, None]]
         return seats, Drafts(rows, lengths, tokens)
 
-    def commit(self, step: Committed) -> None:
-        """Commit the tokens of a step, and learn from the tails."""
-        self.policy.acceptance.commit(self.table, step)
-
     def snapshot(self) -> dict[str, Any]:
         """Counters of links, malformed messages and the draft ladder; for any thread."""
         seats = self._seats.copy().values()
@@ -372,7 +368,7 @@ def warm_up() -> None:
     arriving.put(TailBatch("", rows, table.generation[rows], zero, zero + 1, zero))
     for message in arriving.drain():
         table.take(0, message)
-    acceptance.commit(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
+    acceptance.settle(table, Committed(rows, zero + 1, *policy.choose(rows), zero))
     table.unsent(0, rows)
     table.publish(0, rows)
     moves(zero, rows, table.generation, table.kept[0])

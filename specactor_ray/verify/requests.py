@@ -125,7 +125,7 @@ class Requests:
         rows, starts, counts, drafted, accepted = columns
         seat_of = np.full(len(table.generation), -1, np.int32)
         seat_of[decoding] = seats
-        self._drafting.commit(Committed(rows, counts, seat_of[rows], drafted, accepted))
+        self._drafting.policy.acceptance.settle(table, Committed(rows, counts, seat_of[rows], drafted, accepted))
         self.metrics.take(table.counts, table.reached)
         names, tops = tuple(map(self._name, rows.tolist())), result.tops
         if tops is not None and len(rows) < len(result.rows):

@@ -61,4 +61,4 @@ def commit(
     counts = ints(list(map(len, fresh.values())))
     rows = ints(list(fresh))
     table.append(rows, counts, tokens)
-    acceptance.commit(table, Committed(rows, counts, ints(seats), ints(drafted), ints(accepted)))
+    acceptance.settle(table, Committed(rows, counts, ints(seats), ints(drafted), ints(accepted)))
