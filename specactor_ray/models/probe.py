@@ -59,15 +59,11 @@ def probe_of(
 def probe_model(model: Any) -> Probe:
     """What transformers computes for a loaded, unchanged model, on its device and in its data type; `PROBE_LENGTH`
     tokens beyond its window if that is small."""
-    windows = [window for window in windows_of(model.config.get_text_config()) if window <= LONGEST_WINDOW]
-    tokens = _tokens_for(model, PROBE_LENGTH + max(windows, default=0))
+    text = model.config.get_text_config()
+    found = [window for name in _WINDOWS if isinstance(window := getattr(text, name, None), int)]
+    longest = max((window for window in found if window <= LONGEST_WINDOW), default=0)
+    tokens = _tokens_for(model, PROBE_LENGTH + longest)
     return _with_tolerance(model, tokens, eager_logprobs(model, tokens), None)
-
-
-def windows_of(text: Any) -> list[int]:
-    """Windows of attention that a text configuration names, ascending."""
-    found = (getattr(text, name, None) for name in _WINDOWS)
-    return sorted(window for window in found if isinstance(window, int) and window > 0)
 
 
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")

@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.batch_invariance import Invariant
 from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
-from specactor_ray.sampling.candidates import MOST, candidates
-from specactor_ray.sampling.keyed import Backend, fitting, warm_up
-from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.candidates import MOST
+from specactor_ray.sampling.keyed import fitting, warm_up
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.families import make_model
 from tests.page_attention import attend, reference, same_bits, sequence
-from tests.tails import sample_rows
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import ModelConformance
 
@@ -131,23 +128,6 @@ def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
         if begin < middle:
             cuts = (attend_paged([(one, *cut)], page_size, 2, **options) for cut in ((begin, middle), (middle, end)))
             assert same_bits(output, torch.cat([part for (part,) in cuts])), "its queries in two parts"
-
-
-@pytest.mark.parametrize("backend", ["numba", "triton", "auto"])
-def test_cuda_samples_what_the_cpu_samples(backend: Backend) -> None:
-    logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
-    filters = ((0, 1.0), (2, 1.0), (40, 0.9), (0, 0.9))
-    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], *filters[i % 4], seed=i) for i in range(60)]
-    on_cpu = sample_rows(logits, params, range(60))
-    on_gpu = sample_rows(logits.cuda(), params, range(60), backend=backend)
-    assert on_gpu.token_ids == on_cpu.token_ids
-    assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
-    cpu_rules, gpu_rules = Rules(60), Rules(60, torch.device("cuda", 0))
-    for rules in (cpu_rules, gpu_rules):
-        rules.write(range(60), params, [0] * 60)
-    want = candidates(logits, rows, rows, cpu_rules)
-    got = candidates(logits.cuda(), rows, rows, gpu_rules, backend=backend)
-    assert got.tokens.tolist() == want.tokens.tolist() and got.gaps.tolist() == want.gaps.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

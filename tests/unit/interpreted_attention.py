@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +35,7 @@ from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
 from tests.unit.models import test_captured
 from tests.unit.models.test_batch_invariance import products_of_gpus
-from tests.unit.models.test_ragged_attention import load
+from tests.unit.target.test_hf_engine import load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT = 128
@@ -132,25 +130,6 @@ def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim,
         assert same_bits(part, whole[begin - start : end - start])
 
 
-@triton.jit
-def number_splits(splits, begins, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    key = tl.arange(0, BLOCK)
-    split = kernels._split_of(key, SPLIT)
-    tl.store(splits + key, split)
-    tl.store(begins + key, kernels._begin_of(split, SPLIT))
-
-
-def test_splits_of_a_doubling_are_sixteen() -> None:
-    keys = 1 << 17
-    splits, begins = torch.zeros(2, keys, dtype=torch.int32)
-    number_splits[1,](splits, begins, BLOCK=keys, SPLIT=SPLIT)
-    at = torch.cat([torch.zeros(1, dtype=torch.int64), splits.diff().nonzero()[:, 0] + 1])
-    assert torch.equal(splits[at], torch.arange(len(at)).int()) and torch.equal(at.int(), begins[at])
-    assert torch.equal(begins, at.int()[splits.long()])
-    assert set(at.diff()[:31].tolist()) == {SPLIT} and len(at) == 112
-    assert [kernels.splits_of(key + 1) - 1 for key in range(0, keys, 61)] == splits[::61].tolist()
-
-
 @pytest.mark.parametrize("window", [None, 700])
 def test_a_long_row_has_the_same_bits_by_any_number_of_programs(window: int | None) -> None:
     one = sequence(1, 6_000, 2, 1, 16, 16, torch.bfloat16)
@@ -162,19 +141,6 @@ def test_a_long_row_has_the_same_bits_by_any_number_of_programs(window: int | No
         expected = reference(one, begin, end, window=window)
         torch.testing.assert_close(part.double(), expected, atol=2e-2, rtol=2e-2)
     assert all(same_bits(x, y) for other in others for x, y in zip(whole, other, strict=True))
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (16, 16), (16, 64), (32, 64)])
-def test_long_contexts_have_splits(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step of a 7B model's layer on an H100, for the longest context that may come."""
-    programs, pool = list[int](), torch.zeros(1, 256, 4, 128, dtype=torch.bfloat16)
-    monkeypatch.setattr(kernels, "SPLIT", 512)
-    monkeypatch.setattr(kernels, "_limits", lambda device: (4 * 132, 227 << 10))
-    monkeypatch.setattr(kernels, "_launch", lambda tiles, count, *_: programs.append(count))
-    arrays = (torch.zeros(shape, dtype=torch.int32) for shape in (rows + 1, rows, (rows, 512)))
-    query, most = torch.zeros(tokens, 28, 128, dtype=torch.bfloat16), (1 if rows == tokens else tokens, 1 << 17)
-    kernels.paged_attention(query, pool, pool, *arrays, *most, AttentionRules(1.0, None, None, None))
-    assert programs[-1] == min(4 * 132 // (4 * (rows if rows == tokens else rows + tokens // 9 + 1)), 80) > 1
 
 
 def test_rows_of_many_tiles_are_found() -> None:
@@ -253,7 +219,7 @@ def make_mixture() -> RaggedModel:
 
 
 def make_dense() -> RaggedModel:
-    return RaggedModel(load(torch.float32), 8 << 20, range(4))
+    return RaggedModel(load(), 8 << 20, range(4))
 
 
 @pytest.mark.parametrize(

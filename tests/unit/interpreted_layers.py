@@ -17,14 +17,10 @@ from specactor_ray.models import _layers_triton as kernels
 from specactor_ray.models import layers, paged_cache, ragged_model
 from specactor_ray.models.batch_invariance import Invariant
 from specactor_ray.models.ragged_model import RaggedModel, read_in_parts
-from specactor_ray.target.hf import HfEngine
 from tests.attention import attending_on_gpu
-from tests.fakes.capturer import FakeCapturer
 from tests.families import make_model
 from tests.page_attention import same_bits
-from tests.unit.interpreted_attention import linear_by_rows
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
-from tests.unit.models.test_captured import Turns, equal
 from tests.unit.models.test_layers import close, rotated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -170,19 +166,6 @@ def test_a_row_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> N
         alone = read_in_parts(model, tokens, [6], 0)
         for beside in (16, 128):
             assert same_bits(read_in_parts(model, tokens, [2, 1, 3], beside), alone), beside
-
-
-@pytest.mark.usefixtures("unproved")
-def test_captured_steps_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, log-probabilities and states, bit for bit, of plain and drafted rows with padding."""
-    monkeypatch.setattr(functional, "linear", linear_by_rows)
-    found, device = [], FakeCapturer()
-    with attending_on_gpu(fused=True):
-        for capturer in (device, None):
-            model = RaggedModel(make_model("qwen3", num_hidden_layers=1, vocab_size=512), 1 << 18, [0])
-            turns = Turns(HfEngine(model, record_margins=True, capturer=capturer, max_batch=5, max_step_tokens=32), 2)
-            found.append([turns.step(mix) for mix in ([0, 0], [3, 1])])
-    assert all(equal(*pair) for pair in zip(*found, strict=True)) and device.launches > 2
 
 
 @pytest.mark.usefixtures("unproved")

@@ -145,15 +145,6 @@ def test_sums_means_and_softmax(columns: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(whole, expected, atol=8 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
 
 
-def test_few_terms_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experts' results of a token: no copy, and no program per sum."""
-    monkeypatch.setattr(kernels, "sums", None)
-    x = made(5, 9, 4, 6, dtype=torch.bfloat16)
-    with Invariant():
-        found = x.sum(dim=1)
-    assert same_bits(found, (((x[:, 0].float() + x[:, 1]) + x[:, 2]) + x[:, 3]).bfloat16())
-
-
 def test_what_is_left_to_torch() -> None:
     """Products in float64, counts, and sums over all numbers."""
     x = made(0, 4, 6)

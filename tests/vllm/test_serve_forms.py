@@ -7,8 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.serve.requests import ChatBody, CompletionBody
-from specactor_ray.serve.vllm_rl import VllmGenerateBody
 from tests.fakes.scripted_queue import ScriptedQueue, make_service, on, post
 from tests.unit.serve.test_trainers import TOKENS, tokens
 from tests.vllm import needs_vllm
@@ -63,54 +61,3 @@ def test_requests_with_all_of_vllms_defaults_are_served() -> None:
                 assert answer.is_success, (name, answer.text)
 
     on(make_service(ScriptedQueue()), work)
-
-
-VALUES = (True, False, 1, 0, 2, -1, 1.5, 2.0, "yes", "on", "1", "1.5", "abc", ["a"], {"a": 1})
-OURS = {
-    *("model", "stream_options", "prompt_logprobs", "logprobs", "top_logprobs", "echo", "tools", "tool_choice"),
-    "output_mode",
-}
-"""Fields of which we take other values."""
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", TOKENS])
-def test_fields_take_the_values_that_vllm_takes(path: str) -> None:
-    """Except that no boolean is a number."""
-    kind, needed = request_classes()[path]
-    ours = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, TOKENS: VllmGenerateBody}[path]
-    fields = (ours.model_fields.keys() & kind.model_fields.keys()) - needed.keys() - OURS
-    fields -= {"stream"} if path == TOKENS else set()
-    assert len(fields) >= 6
-
-    async def work(client: httpx.AsyncClient) -> None:
-        for name in sorted(fields):
-            numeric = taken(kind, {**needed, name: 1.0}) and not taken(kind, {**needed, name: "yes"})
-            for value in VALUES:
-                body = {**needed, name: value}
-                if not (numeric and isinstance(value, bool)):
-                    assert (await client.post(path, json=body)).is_success == taken(kind, body), (name, value)
-
-    on(make_service(ScriptedQueue()), work)
-
-
-def taken(kind: Any, body: dict[str, Any]) -> bool:
-    """Whether vLLM takes a request of this class."""
-    from pydantic import ValidationError
-    from vllm.exceptions import VLLMValidationError
-
-    try:
-        request = kind.model_validate(body)
-        if hasattr(request, "to_sampling_params"):
-            most = body.get("max_completion_tokens", body.get("max_tokens", 16))
-            request.to_sampling_params(max_tokens=int(most), default_sampling_params={})
-    except (ValidationError, VLLMValidationError, ValueError):
-        return False
-    return True
-
-
-def test_errors() -> None:
-    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-
-    for path, body in ((TOKENS, tokens([])), ("/update_weights", {}), ("/collective_rpc", {}), ("/pause?mode=x", None)):
-        answer = post(path, body)
-        assert ErrorResponse.model_validate(answer.json()).error.code == answer.status_code == 400

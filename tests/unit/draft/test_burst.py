@@ -23,14 +23,13 @@ from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.models.captured import Captured
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.shapes import step_sizes
-from tests.attention import attending_on_gpu
+from tests.attention import Watch, attending_on_gpu, without_kernels
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
 from tests.unit.draft.test_draft_model import load
 from tests.unit.draft.test_eagle import head, states_of
-from tests.unit.models.test_ragged_attention import Watch, without_kernels
 
 WINDOW = 6
 

@@ -26,11 +26,10 @@ from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target import hf
 from specactor_ray.target.base import Drafts, StepResult
 from specactor_ray.target.hf import HfEngine
-from tests.attention import attending_on_gpu
+from tests.attention import Watch, attending_on_gpu, without_kernels
 from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids
 from tests.unit.engine_conformance import Driver, answers, requests, run
-from tests.unit.models.test_ragged_attention import Watch, without_kernels
 from tests.unit.target.test_hf_engine import load, raw
 
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 9}, {"top_p": 0.8}, {}, {"top_k": 30, "top_p": 0.9})
@@ -141,19 +140,6 @@ def test_steps_beside_a_prompt_are_captured(length: int) -> None:
         found, wanted, steps = ours.step(mix), theirs.step(mix), steps + 1
         assert equal(found, wanted) and found.num_prefill_tokens == wanted.num_prefill_tokens
     assert device.launches - launches == steps
-
-
-def test_a_prompt_that_is_longer_than_the_sizes_is_eager() -> None:
-    device, most = FakeCapturer(), max(tokens for _, tokens in step_sizes(4, 512))
-    engine = raw(capturer=device, max_batch=4)
-    for length in (most, most + 1):
-        engine.add(engine.table.open(TargetRequest("r0", tuple(range(5, 5 + length)), SamplingParams())))
-        launches = device.launches
-        engine.step()
-        assert device.launches - launches == (length == most)
-        engine.remove(0)
-        engine.table.close(0)
-        engine.reset_prefix_cache()
 
 
 def test_padding_writes_to_no_page_of_a_row() -> None:

@@ -18,7 +18,7 @@ from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import require_named
 from specactor_ray.target import sizes as of_target
 from specactor_ray.target import vllm_settings
-from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm, set_environment
+from specactor_ray.target.vllm_settings import engine_arguments, require_vllm, set_environment
 from tests.refused import refused
 from tests.tiny import tiny_target
 
@@ -103,12 +103,3 @@ def test_batch_invariance_is_vllms_own_mode(
     if value is not None:
         with refused("target.batch_invariant", "Tesla T4"):
             set_environment(config)
-
-
-@pytest.mark.parametrize("most", [1, 3, 7, 9, 64, 100, 512, 1152, 8192])
-def test_a_step_is_padded_by_an_eighth_at_most(most: int) -> None:
-    sizes = capture_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) < 80
-    for positions in range(1, most + 1):
-        padded = next(size for size in sizes if size >= positions)
-        assert padded <= max(1.125 * positions, positions + 7)
