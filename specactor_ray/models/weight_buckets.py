@@ -232,21 +232,17 @@ def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str
 
 def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a checkpoint, file by file; through transformers if the names differ and there is a configuration."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if not folder.is_dir():
         raise InputError(f"weights: there is no directory {folder}. Fix: name one that `save_pretrained` wrote")
-    files = weight_files(folder)
-    try:
-        with_names = [(file, safe_open(file, "pt")) for file in files if file.suffix == ".safetensors"]
-        names = [name for _, tensors in with_names for name in tensors.keys()]  # noqa: SIM118
-        if names and (not (folder / "config.json").exists() or known.keys() >= set(names)):
-            for _, tensors in with_names:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    yield name, tensors.get_tensor(name)
-            return
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"weights: {folder} cannot be read ({error}). Fix: copy it again") from error
+    with_names = [safe_open(file, "pt") for file in weight_files(folder) if file.suffix == ".safetensors"]
+    names = {name for tensors in with_names for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+    if names and (not (folder / "config.json").exists() or known.keys() >= names):
+        for tensors in with_names:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
+        return
     yield from named_weights(load_model(str(folder)))
 
 

@@ -82,9 +82,9 @@ def test_a_directory_loads_for_inference(
         ("model.safetensors", None, "no weights (model.safetensors)"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "1.safetensors"}}', "lacks the weight files"),
         ("model.safetensors.index.json", "[]", "not an index"),
-        ("model.safetensors", "", "damaged: it has no header"),
-        ("model.safetensors", "\x02\0\0\0\0\0\0\0[]", "damaged: it has no header"),
-        ("model.safetensors", "\x02\0\0\0\0\0\0\0{}more", "damaged: it has 14 bytes, and its header describes 10."),
+        ("model.safetensors", "", "is damaged"),
+        ("model.safetensors", "\x02\0\0\0\0\0\0\0[]", "is damaged"),
+        ("model.safetensors", "\x02\0\0\0\0\0\0\0{}more", "is damaged"),
     ],
 )
 def test_missing_and_damaged_files(model_dir: Path, file: str, text: str | None, problem: str) -> None:
