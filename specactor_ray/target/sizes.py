@@ -89,14 +89,9 @@ def reject_cache_below_one_request(target: TargetConfig, max_tokens: int, text: 
     blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
     if blocks * block < length:
         needed = (-(-length // block) + on_vllm) * block * per_token / GIB
-        held = max(blocks, 0) * block
-        problem = f"{target.kv_cache_gb:g} holds {held} tokens of {target.model} in blocks of {block}, and "
-        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
-        if held > max_tokens:
-            fix += f", or target.max_model_len={held}"
-        elif held > 1:  # a shorter context alone would be refused for its outputs
-            fix += f", or sampling.max_tokens={held - 1}" + f" and target.max_model_len={held}" * on_vllm
-        raise ConfigError("target.kv_cache_gb", f"{problem}a request may have {length}.", f"{fix}.")
+        problem = f"{target.kv_cache_gb:g} holds {max(blocks, 0) * block} tokens of {target.model} in blocks of {block}"
+        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more, or a smaller target.max_model_len."
+        raise ConfigError("target.kv_cache_gb", f"{problem}, and a request may have {length}.", fix)
 
 
 def room_on_cpu(target: TargetConfig, free: float) -> float:

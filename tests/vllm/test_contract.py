@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import shutil
 from collections import Counter
@@ -171,31 +172,65 @@ def test_batch_invariance_has_a_mode_and_these_kernels_of_attention() -> None:
     assert found == set(INVARIANT_BACKENDS)
 
 
-def test_the_engine_core_and_its_scheduler() -> None:
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.model_loader.reload import inplace
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.outputs import ModelRunnerOutput
+_SCHEDULER, _RUNNER = "vllm.v1.core.sched", "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+WRITTEN = {
+    # `replace_weights` does the same as a reload, and mends what the CPU build leaves.
+    "vllm.model_executor.model_loader.reload.inplace.reload_weights": (
+        *("initialize_layerwise_reload(model)", "model.load_weights(weights_iterator)"),
+        "finalize_layerwise_reload(model, model_config)",
+    ),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod._setup_kernel": (
+        "self.moe_kernel is not None",
+    ),
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": ("layer.cpu_linear = ",),
+    # `Flight._launch` gives back what these add.
+    f"{_SCHEDULER}.async_scheduler.AsyncScheduler._update_after_schedule": (
+        *("request.num_output_placeholders += (", "request.spec_token_ids = self._spec_token_placeholders"),
+    ),
+    f"{_SCHEDULER}.scheduler.Scheduler._update_after_schedule": (
+        *("request.num_computed_tokens += num_scheduled_token", "request.num_in_flight_tokens += num_scheduled_token"),
+    ),
+    "vllm.v1.engine.core.EngineCore.step_with_batch_queue": ("self.model_executor.sample_tokens(", "non_block=True"),
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor.sample_tokens": ("unique_reply_rank=self.output_rank",),
+    f"{_RUNNER}.sample": (
+        *("sampler_output = self.sampler(logits, input_batch)", "self.rejection_sampler( logits, input_batch, "),
+    ),
+    f"{_RUNNER}.__init__": (
+        "self.speculator = init_speculator(",
+        "self.use_aux_hidden_state_outputs = ",
+        "use_ngram()",
+    ),
+    f"{_RUNNER}.load_model": ("set_eagle3_aux_hidden_state_layers( self.model,",),
+    f"{_RUNNER}.initialize_kv_cache": ("self.cudagraph_manager = ModelCudaGraphManager(",),
+    f"{_RUNNER}.prepare_inputs": ("self.req_states.draft_tokens,", "self.req_states.last_sampled_tokens,"),
+    "vllm.v1.worker.worker_base.WorkerBase.__init__": ("self.rank = rank",),
+    "vllm.utils.ompmultiprocessing.OMPProcessManager._parse_omp_threads_bind_env": (
+        *("VLLM_CPU_OMP_THREADS_BIND", 'split("|")', '"nobind"'),
+    ),
+}
+"""Function of vLLM → what its source has."""
 
-    reload = inspect.getsource(inplace.reload_weights)  # `replace_weights` does the same
-    assert "initialize_layerwise_reload(model)" in reload and "model.load_weights(weights_iterator)" in reload
-    assert "finalize_layerwise_reload(model, model_config)" in reload
-    assert "self.moe_kernel is not None" in inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
-    assert "layer.cpu_linear = " in inspect.getsource(dispatch_cpu_unquantized_gemm)
-    planned = inspect.getsource(AsyncScheduler._update_after_schedule)  # `Flight._fill` gives back what these add
-    assert "request.num_output_placeholders += (" in planned
-    assert "request.spec_token_ids = self._spec_token_placeholders" in planned
-    planned = inspect.getsource(Scheduler._update_after_schedule)
-    assert "request.num_computed_tokens += num_scheduled_token" in planned
-    assert "request.num_in_flight_tokens += num_scheduled_token" in planned
-    step = inspect.getsource(EngineCore.step_with_batch_queue)
-    assert "self.model_executor.sample_tokens(" in step and "non_block=True" in step
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_functions_are_written_as_the_engine_expects(name: str) -> None:
+    source = " ".join(inspect.getsource(pkgutil.resolve_name(name)).split())
+    assert all(part in source for part in WRITTEN[name])
+
+
+def test_classes_are_as_the_engine_expects() -> None:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from specactor_ray.target.vllm_worker import KeyedWorker
+
     assert not hasattr(ModelRunnerOutput, "__slots__")  # what a step did travels with it
-    assert "unique_reply_rank=self.output_rank" in inspect.getsource(MultiprocExecutor.sample_tokens)
+    fields = {"input_batch", "hidden_states", "aux_hidden_states", "slot_mappings_by_layer"}
+    assert fields <= {*ExecuteModelState.__annotations__}
+    assert list(inspect.signature(GPUModelRunner.prepare_inputs).parameters)[3] == "batch_desc"
+    assert issubclass(KeyedWorker, WorkerBase)
+    for name in ("init_device", "_make_model_runner", "compile_or_warm_up_model"):
+        assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
 
 
 def test_engine_arguments_are_known_without_importing_vllm() -> None:
@@ -288,7 +323,6 @@ def test_the_memory_plan_has_the_tables_and_graphs_of_vllm(monkeypatch: pytest.M
     from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.cudagraph_utils import _MIN_PER_GRAPH_BYTES
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -306,7 +340,6 @@ def test_the_memory_plan_has_the_tables_and_graphs_of_vllm(monkeypatch: pytest.M
     assert AttentionConfig.flash_attn_max_num_splits_for_cuda_graph == of_target._SPLITS
     graphs = sum(map(len, graphs_of(monkeypatch, varlen=True)._capture_descs.values()))
     assert graphs * _MIN_PER_GRAPH_BYTES <= of_target._VLLM_GRAPHS
-    assert "use_ngram()" in inspect.getsource(GPUModelRunner.__init__)
     assert SpeculativeConfig.use_ngram(SimpleNamespace(method="ngram_gpu")), "tokens of requests are on the GPU"
 
 
@@ -347,39 +380,3 @@ def test_plain_steps_run_in_one_graph_where_mixed_ones_do_not(monkeypatch: pytes
     before = graphs._capture_descs[CUDAGraphMode.FULL].copy()
     add_plain_steps(graphs)
     assert graphs._capture_descs[CUDAGraphMode.FULL] == before
-
-
-def test_the_model_runner_is_written_as_the_worker_expects() -> None:
-    from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
-
-    sample = " ".join(inspect.getsource(GPUModelRunner.sample).split())
-    assert "sampler_output = self.sampler(logits, input_batch)" in sample
-    assert "sampler_output = self.rejection_sampler( logits, input_batch, " in sample
-    fields = {"input_batch", "hidden_states", "aux_hidden_states", "slot_mappings_by_layer"}
-    assert fields <= {*ExecuteModelState.__annotations__}
-    made = inspect.getsource(GPUModelRunner.__init__)
-    assert "self.speculator = init_speculator(" in made and "self.use_aux_hidden_state_outputs = " in made
-    loads = "".join(inspect.getsource(GPUModelRunner.load_model).split())
-    assert "set_eagle3_aux_hidden_state_layers(self.model," in loads
-    assert "self.cudagraph_manager = ModelCudaGraphManager(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
-    assert list(inspect.signature(GPUModelRunner.prepare_inputs).parameters)[3] == "batch_desc"
-    inputs = inspect.getsource(GPUModelRunner.prepare_inputs)
-    assert "self.req_states.draft_tokens," in inputs and "self.req_states.last_sampled_tokens," in inputs
-
-
-def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    from specactor_ray.target.vllm_worker import KeyedWorker
-
-    assert issubclass(KeyedWorker, WorkerBase)
-    assert "self.rank = rank" in inspect.getsource(WorkerBase.__init__)
-    for name in ("init_device", "_make_model_runner", "compile_or_warm_up_model"):
-        assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
-
-
-def test_ranks_are_bound_to_cores_by_an_environment_variable() -> None:
-    from vllm.utils.ompmultiprocessing import OMPProcessManager
-
-    source = inspect.getsource(OMPProcessManager._parse_omp_threads_bind_env)
-    assert "VLLM_CPU_OMP_THREADS_BIND" in source and 'split("|")' in source and '"nobind"' in source

@@ -34,9 +34,12 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """vLLM's CPU build has no smaller heads."""
 
 
+OWN: dict[str, dict[str, Any]] = {"qwen2-moe": {"use_sliding_window": False}, "glm4-moe": {"head_dim": 32}}
+"""vLLM ignores the former's windows, and reads the latter's dimension, which is no key of transformers."""
+
+
 def make_model(family: str, seed: int, **settings: Any) -> Any:
-    settings = {**({"use_sliding_window": False} if family == "qwen2-moe" else {}), **settings}  # vLLM ignores it
-    return families.make_model(family, seed, HEADS, **settings)
+    return families.make_model(family, seed, HEADS, **{**OWN.get(family, {}), **settings})
 
 
 @pytest.fixture(autouse=True)
