@@ -118,6 +118,19 @@ def reference(one: Sequence, begin: int, end: int, **options: Any) -> torch.Tens
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :end], value)
 
 
+def check_against_float64(
+    run: Callable[..., list[torch.Tensor]], rows: list[tuple[int, int]], heads: tuple[int, int], dim: tuple[int, int],
+    dtype: torch.dtype, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """`run`: `attend` of rows with so many new tokens, and so many before them."""
+    options, parts = with_sinks(options, heads[0]), []
+    for seed, (count, before) in enumerate(rows):
+        parts.append((sequence(seed, before + count, *heads, *dim, dtype), before, before + count))
+    for part, output in zip(parts, run(parts, **options), strict=True):
+        expected = reference(*part, **options)
+        torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     kind = torch.int32 if one.element_size() == 4 else torch.int16
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))

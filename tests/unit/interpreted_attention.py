@@ -30,7 +30,7 @@ from tests.attention import attending_on_gpu
 from tests.by_name import extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.families import make_model
-from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
+from tests.page_attention import attend, check_against_float64, options_of, reference, same_bits, sequence, with_sinks
 from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
 from tests.unit.interpreted_kernels import exact_dots, quick_interpreter  # noqa: F401
 from tests.unit.models import test_captured
@@ -93,15 +93,8 @@ def attend_paged(
     st.sampled_from([1, 2, 100]), st.sampled_from([0, 1, 300]), st.sampled_from([0, 1, 90]),
 )  # fmt: skip
 def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, longer, padding) -> None:
-    options = with_sinks(options, heads[0])
-    parts = []
-    for seed, (count, before) in enumerate(rows):
-        parts.append((sequence(seed, before + count, *heads, *dim, dtype), before, before + count))
-    found = attend_paged(parts, page_size, programs=programs, longer=longer, padding=padding, **options)
-    for part, output in zip(parts, found, strict=True):
-        torch.testing.assert_close(
-            output.double(), reference(*part, **options), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+    run = functools.partial(attend_paged, page_size=page_size, programs=programs, longer=longer, padding=padding)
+    check_against_float64(run, rows, heads, dim, dtype, options)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)

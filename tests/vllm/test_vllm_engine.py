@@ -88,6 +88,7 @@ def hf(**limits: Any) -> Driver:
         (1.0, {}, {"compiled": True}),
         (0.7, {"top_k": 30, "top_p": 0.9}, {}),
         (1.0, {}, {"hidden_layers": LAYERS, "max_step_tokens": 24}),
+        (1.0, {}, {"hidden_layers": LAYERS, "tensor_parallel": 2, "cores": 2}),
     ],
 )
 def test_tokens_and_states_are_those_of_hf(temperature: float, filters: dict[str, Any], limits: dict[str, Any]) -> None:

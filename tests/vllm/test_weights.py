@@ -94,13 +94,13 @@ def test_one_tensor_at_a_time_and_all_at_once(family: str, tmp_path: Path) -> No
     engine.close()
 
 
-def test_two_ranks_have_new_weights_of_experts(tmp_path: Path) -> None:
-    """Those of a dense model are in `test_tensor_parallel.py`."""
-    engine, first, second = make("mixtral", tmp_path, tensor_parallel=2, cores=2)
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_every_rank_takes_its_part_of_new_weights(family: str, tmp_path: Path) -> None:
+    engine, first, second = make(family, tmp_path, tensor_parallel=2, cores=2)
     require_close(engine, first, "at the start")
-    engine.load_weights(1, weights_of("mixtral", 1))
+    engine.load_weights(1, weights_of(family, 1))
     require_close(engine, second, "all at once")
-    engine.load_weights(2, weights_of("mixtral", 0))
+    engine.load_weights(2, weights_of(family, 0))
     require_close(engine, first, "back")
     engine.close()
 

@@ -1,5 +1,7 @@
 """Attention over pages on CPUs: right to float64, and the same bits in every company."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,10 @@ from specactor_ray.models import cpu_attention
 from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, attend_pages
 from tests.page_attention import (
-    TOLERANCE,
     Sequence,
     attend,
+    check_against_float64,
     options_of,
-    reference,
     same_bits,
     sequence,
     with_sinks,
@@ -39,16 +40,8 @@ dims = st.sampled_from([(64, 64), (16, 16), (8, 8), (80, 80), (24, 40), (96, 16)
     heads_of, dims, st.sampled_from(DTYPES), st.sampled_from([16, 48, 128]), st.integers(0, 3), options_of,
 )  # fmt: skip
 def test_against_float64(rows, heads, dim, dtype, page_size, padding, options) -> None:
-    options = with_sinks(options, heads[0])
-    parts = []
-    for seed, (count, before) in enumerate(rows):
-        one = sequence(seed, before + count, *heads, *dim, dtype)
-        parts.append((one, before, before + count))
-    found = attend(parts, page_size, padding, **options)
-    for part, output in zip(parts, found, strict=True):
-        torch.testing.assert_close(
-            output.double(), reference(*part, **options), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+    run = functools.partial(attend, page_size=page_size, padding=padding)
+    check_against_float64(run, rows, heads, dim, dtype, options)
 
 
 @settings(max_examples=30, deadline=None)
