@@ -39,33 +39,29 @@ def threads_that_pay(cores: int, foreign: float) -> int:
 
 
 class ThreadCount:
-    """Sets the number of torch threads of the calling thread before each forward: at most one for each of `cores`, on
-    which all processes together have spent `busy_s()` seconds so far, and this one `own_s()`."""
+    """Sets the number of torch threads of the calling thread before each forward, at most one for each of `cores`."""
 
-    def __init__(
-        self,
-        cores: Collection[int],
-        busy_s: Callable[[Collection[int]], float],
-        own_s: Callable[[], float] = time.process_time,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cores, self._busy_s, self._own_s, self._now = frozenset(cores), busy_s, own_s, now
+    def __init__(self, cores: Collection[int]) -> None:
+        self._cores = frozenset(cores)
         self.threads = len(self._cores)
-        self._last = (now(), busy_s(self._cores), own_s())
+        self._last = self.read()
         self._foreign = 0.0
         """Load of other processes, in cores."""
 
     def apply(self) -> None:
         """Set the number of threads that was best over the last period."""
         begin, busy, own = self._last
-        now = self._now()
-        if now - begin >= _PERIOD_S:
-            self._last = (now, self._busy_s(self._cores), self._own_s())
-            foreign = (self._last[1] - busy - (self._last[2] - own)) / (now - begin)
+        if time.monotonic() - begin >= _PERIOD_S:
+            self._last = now, busy_now, own_now = self.read()
+            foreign = (busy_now - busy - (own_now - own)) / (now - begin)
             self._foreign = max(foreign, _FADE * self._foreign)
             self.threads = threads_that_pay(len(self._cores), self._foreign)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+    def read(self) -> tuple[float, float, float]:
+        """The time, seconds that all processes have spent on the cores so far, and seconds of this one."""
+        return time.monotonic(), read_busy_s(self._cores), time.process_time()
 
 
 @functools.cache
@@ -75,7 +71,7 @@ def thread_count() -> ThreadCount | None:
     if not 1 < torch.get_num_threads() == len(cores):
         return None
     try:
-        return ThreadCount(cores, read_busy_s)
+        return ThreadCount(cores)
     except (OSError, AttributeError, IndexError):
         return None
 

@@ -71,6 +71,19 @@ def quicken_interpreter() -> None:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, **names: Any) -> Iterator[None]:
+    """Replace names of a module or class of vLLM for a call."""
+    before = {name: vars(owner)[name] for name in names}
+    for name, value in names.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def kernel_scan_without_llvmlite() -> Iterator[None]:
     """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
     of llvmlite's objects."""
@@ -81,10 +94,6 @@ def kernel_scan_without_llvmlite() -> Iterator[None]:
 
         modules = property(lambda self: {name: one for name, one in sys.modules.items() if name[:8] != "llvmlite"})
 
-    real, dispatcher.sys = dispatcher.sys, Modules()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
-            yield
-    finally:
-        dispatcher.sys = real
+    with replaced(dispatcher, sys=Modules()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
+        yield

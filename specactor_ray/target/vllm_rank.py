@@ -4,10 +4,9 @@ importing this module switches on the interpreter."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-from specactor_ray.target.vllm_cpu import use_interpreter
+from specactor_ray.target.vllm_cpu import replaced, use_interpreter
 
 use_interpreter()
 
@@ -19,14 +18,8 @@ def rank_main(*args: Any, **options: Any) -> None:
     WorkerProc.worker_main(*args, **options)
 
 
-@contextlib.contextmanager
-def ranks_with_interpreter() -> Iterator[None]:
+def ranks_with_interpreter() -> contextlib.AbstractContextManager[None]:
     """Let ranks in other processes that start meanwhile call `use_interpreter`, too."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    real = WorkerProc.worker_main
-    WorkerProc.worker_main = rank_main
-    try:
-        yield
-    finally:
-        WorkerProc.worker_main = staticmethod(real)
+    return replaced(WorkerProc, worker_main=rank_main)

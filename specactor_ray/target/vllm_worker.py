@@ -6,8 +6,7 @@ Nothing here waits for the device between the launch of a forward and the read o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from specactor_ray.sampling.keyed import verify_on_device, warm_up
 from specactor_ray.sampling.probable import ranked
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm import CoreStep, states_group
+from specactor_ray.target.vllm_cpu import replaced
 from specactor_ray.target.vllm_settings import KEY, WEIGHTS_FILE
 from specactor_ray.target.vllm_weights import replace_weights
 
@@ -45,17 +45,6 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 
-@contextlib.contextmanager
-def _replaced(module: Any, **names: Any) -> Iterator[None]:
-    """Replace names of a module of vLLM for a call."""
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
 class KeyedWorker(_Worker):
     """vLLM's worker for this platform, with keyed sampling."""
 
@@ -65,7 +54,7 @@ class KeyedWorker(_Worker):
             return
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # Linux permits tiles on request; oneDNN, kept off them (`models`), makes none
-        with _replaced(platform, CPUModelRunner=KeyedRunner):
+        with replaced(platform, CPUModelRunner=KeyedRunner):
             super().init_device()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -156,7 +145,7 @@ class KeyedRunner(_Runner):
     attaches a report to its output."""
 
     def __init__(self, *args: Any) -> None:
-        with _replaced(v2, init_speculator=NothingProposed):
+        with replaced(v2, init_speculator=NothingProposed):
             super().__init__(*args)
         settings = self.vllm_config.additional_config[KEY]
         self._layers, self._margins = tuple(settings["hidden_layers"]), bool(settings["record_margins"])
@@ -182,12 +171,12 @@ class KeyedRunner(_Runner):
                 add_plain_steps(graphs)  # Mamba's captures must have the most drafts
             return graphs
 
-        with _replaced(v2, ModelCudaGraphManager=manager):
+        with replaced(v2, ModelCudaGraphManager=manager):
             super().initialize_kv_cache(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and set the exported states before the compilation."""
-        with _replaced(v2, set_eagle3_aux_hidden_state_layers=lambda model, *_: self._export(model)):
+        with replaced(v2, set_eagle3_aux_hidden_state_layers=lambda model, *_: self._export(model)):
             super().load_model(*args, **kwargs)
 
     def _export(self, model: Any) -> None:

@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specactor_ray.models import threads
 from specactor_ray.models.threads import ThreadCount, read_busy_s, threads_that_pay
 
 
 @pytest.mark.parametrize(
-    ("cores", "foreign", "threads"),
+    ("cores", "foreign", "expected"),
     [
         (1, 1.0, 1),
         (2, 0.0, 2),
@@ -27,8 +29,8 @@ from specactor_ray.models.threads import ThreadCount, read_busy_s, threads_that_
         (8, 3.1, 5),
     ],
 )
-def test_as_many_threads_as_cores_are_left(cores: int, foreign: float, threads: int) -> None:
-    assert threads_that_pay(cores, foreign) == threads
+def test_as_many_threads_as_cores_are_left(cores: int, foreign: float, expected: int) -> None:
+    assert threads_that_pay(cores, foreign) == expected
 
 
 @pytest.fixture
@@ -39,10 +41,11 @@ def torch_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_threads")
-def test_a_busy_neighbour_takes_a_thread_and_gives_it_back() -> None:
-    """Seconds of the cores and of this process are those a script says."""
+def test_a_busy_neighbour_takes_a_thread_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = busy = own = 0.0
-    count = ThreadCount({0, 1}, lambda cores: busy, lambda: own, lambda: now)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now, process_time=lambda: own))
+    monkeypatch.setattr(threads, "read_busy_s", lambda cores: busy)
+    count = ThreadCount({0, 1})
 
     def pass_by(seconds: float, ours: float, theirs: float) -> int:
         nonlocal now, busy, own
