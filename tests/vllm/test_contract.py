@@ -200,7 +200,7 @@ WRITTEN = {
         "self.use_aux_hidden_state_outputs = ",
         "use_ngram()",
     ),
-    f"{_RUNNER}.load_model": ("set_eagle3_aux_hidden_state_layers( self.model,",),
+    f"{_RUNNER}.load_model": ("set_eagle3_aux_hidden_state_layers(self.model,",),
     f"{_RUNNER}.initialize_kv_cache": ("self.cudagraph_manager = ModelCudaGraphManager(",),
     f"{_RUNNER}.prepare_inputs": ("self.req_states.draft_tokens,", "self.req_states.last_sampled_tokens,"),
     "vllm.v1.worker.worker_base.WorkerBase.__init__": ("self.rank = rank",),
