@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,30 +16,9 @@ PACKAGE = REPOSITORY / "specactor_ray"
 
 # A module may import its own package and the packages before it, imports for type checkers included.
 LAYERS = (
-    "core",
-    "config",
-    "plan",
-    "sampling",
-    "models",
-    "transport",
-    "table",
-    "target",
-    "draft",
-    "verify",
-    "learner",
-    "distill",
-    "cluster",
-    "startup",
-    "actors",
-    "controller",
-    "rollout",
-    "runs",
-    "trainer",
-    "integrations",
-    "serve",
-    "bench",
-    "simulation",
-    "cli",
+    *("core", "config", "plan", "sampling", "models", "transport", "table", "target"),
+    *("draft", "verify", "learner", "distill", "cluster", "startup", "actors", "controller"),
+    *("rollout", "runs", "trainer", "integrations", "serve", "bench", "simulation", "cli"),
 )
 LAYER_OF = {package: number for number, package in enumerate(LAYERS)}
 BESIDE = ("__init__", "__main__")
@@ -112,10 +92,11 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports_of(path: Path, *, top_level: bool = False) -> Iterator[str]:
+@functools.cache
+def imports_of(path: Path, *, top_level: bool = False) -> list[str]:
     """Full names of the imported modules; `top_level`: without those of functions and for type checkers."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    skipped: set[int] = set()
+    skipped, found = set[int](), list[str]()
     if top_level:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         outer = (node for node in ast.walk(tree) if isinstance(node, kinds) or _is_for_type_checkers(node))
@@ -124,10 +105,11 @@ def imports_of(path: Path, *, top_level: bool = False) -> Iterator[str]:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def _is_for_type_checkers(node: ast.AST) -> bool:
@@ -142,39 +124,37 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_imports_go_down_the_layers(path: Path) -> None:
-    package = module_of(path).partition(".")[0]
-    if package in BESIDE:
-        assert not [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")]
-        return
-    assert package in LAYER_OF, f"{package} has no layer: add it to LAYERS and to docs/architecture.md"
-    for name in imports_of(path):
-        root, _, rest = name.partition(".")
-        imported = rest.partition(".")[0]
-        if root != "specactor_ray" or imported in (package, "__version__"):
+def test_imports_go_down_the_layers() -> None:
+    for path in sources():
+        package = module_of(path).partition(".")[0]
+        if package in BESIDE:
+            assert not [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")]
             continue
-        assert imported in LAYER_OF, f"{name_of(path)} imports {name}, which has no layer"
-        assert LAYER_OF[imported] < LAYER_OF[package], f"{name_of(path)} imports {name}, which is not below it"
+        assert package in LAYER_OF, f"{package} has no layer: add it to LAYERS and to docs/architecture.md"
+        for name in imports_of(path):
+            root, _, rest = name.partition(".")
+            imported = rest.partition(".")[0]
+            if root == "specactor_ray" and imported not in (package, "__version__"):
+                assert imported in LAYER_OF, f"{name_of(path)} imports {name}, which has no layer"
+                assert LAYER_OF[imported] < LAYER_OF[package], f"{name_of(path)} imports {name}, which is not below it"
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
-    for name in imports_of(path):
-        allowed = MAY_IMPORT.get(name.partition(".")[0])
-        if allowed is not None:
+def test_heavy_packages_stay_in_their_leaves() -> None:
+    for path in sources():
+        for name in imports_of(path):
+            allowed = MAY_IMPORT.get(name.partition(".")[0], "")
             assert name_of(path).startswith(allowed), f"{name_of(path)} imports {name}; only {allowed} may"
-    for name in imports_of(path, top_level=True) if name_of(path) not in LEAVES else ():
-        assert not name.startswith(LEAF_MODULES), f"{name_of(path)} imports {name}, whose package may be missing"
-        package = name.partition(".")[0]
-        assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
+        for name in imports_of(path, top_level=True) if name_of(path) not in LEAVES else ():
+            assert not name.startswith(LEAF_MODULES), f"{name_of(path)} imports {name}, whose package may be missing"
+            package = name.partition(".")[0]
+            assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
 
 
 def test_files_do_not_import_one_another_in_circles() -> None:
     """Imports inside functions and for type checkers included: two files in a circle are one file, or what both need
     belongs below them."""
     graph = {name_of(path): imported_files(path) for path in sources()}
-    assert [name for name in graph if name in reachable(graph, name)] == []
+    TopologicalSorter(graph).prepare()  # its CycleError has the files
 
 
 def imported_files(path: Path) -> set[str]:
@@ -191,16 +171,6 @@ def imported_files(path: Path) -> set[str]:
         if name.startswith("specactor_ray.") and (file := next(filter(Path.is_file, files), path)) != path:
             found.add(name_of(file))
     return found - {"__init__.py"}
-
-
-def reachable(graph: dict[str, set[str]], name: str) -> set[str]:
-    """What a file imports, directly or not; itself, too, if it is in a circle."""
-    found, waiting = set[str](), [name]
-    while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
-        waiting += new
-    return found
 
 
 PURE = [
