@@ -176,4 +176,4 @@ def test_rollouts_ahead_are_waited_for_and_what_they_raise_arrives_at_its_step()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="lost"):
             ahead.collect("rollout", SamplingParams(), 1)
-    assert maker.begun == [0, 1]
+    assert set(maker.begun) == {0, 1}, "none after an error"
