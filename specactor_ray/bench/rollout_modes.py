@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
+from specactor_ray.bench.variants import Variant, plan_variants
 from specactor_ray.bench.verdict import verdict
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
@@ -87,7 +87,7 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
 
 def run_bench(
     config: Config,
-    modes: Sequence[BenchMode],
+    modes: Sequence[str],
     batches: Sequence[int],
     workloads: Sequence[Workload],
     output: Path | None,
@@ -139,7 +139,7 @@ def run_bench(
 
 def _checked_variants(
     config: Config,
-    modes: Sequence[BenchMode],
+    modes: Sequence[str],
     batches: Sequence[int],
     auto: Config | None,
     notes: list[str],

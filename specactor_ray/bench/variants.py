@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from specactor_ray.cluster.cores import draft_cores
@@ -38,21 +37,14 @@ class Variant:
         return {"variant": self.label, "mode": mode, "batch": self.batch, "total_cores": self.total_cores}
 
 
-class BenchMode(StrEnum):
-    """Modes of the comparison."""
-
-    plain = "plain"
-    auto = "auto"
-    """What `specactor rollout` runs, with all draft methods."""
-    coupled = "coupled"
-    decoupled = "decoupled"
-    fon = "fon"
-    """All draft methods together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
+MODES = ("plain", "auto", "coupled", "decoupled", "fon")
+"""Modes of the comparison: `auto` is what `specactor rollout` runs, with all draft methods; `fon` all draft methods
+together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
 
 
 def plan_variants(
     config: Config,
-    modes: Sequence[BenchMode],
+    modes: Sequence[str],
     batches: Sequence[int],
     auto: Config | None = None,
     notes: list[str] | None = None,
@@ -72,20 +64,20 @@ def plan_variants(
             one method to race.
         ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
     """
-    if BenchMode.plain not in modes:
+    if "plain" not in modes:
         raise InputError("--modes must contain plain: the other modes are compared with it")
-    if BenchMode.fon in modes and len(config.drafters) < 2:
+    if "fon" in modes and len(config.drafters) < 2:
         raise InputError("--modes: fon races draft methods, and fewer than two are in `drafters`")
     if not batches or min(batches) < 1:
         raise InputError("--batch must name one batch size or more, each 1 or more")
     _reject_drafters_on_gpus(config)
-    if BenchMode.auto in modes:
+    if "auto" in modes:
         auto = auto or auto_of(config)
         config = _with_cores_of(auto, config)
     variants, left_out = list[Variant](), [] if notes is None else notes
     for batch in batches:
         found = list[Variant]()
-        for mode in (mode for mode in BenchMode if mode in modes):
+        for mode in (mode for mode in MODES if mode in modes):
             for variant in _variants(config, mode, batch, auto or config, left_out):
                 same = next((one for one in found if one.config == variant.config), None)
                 if same is None:
@@ -115,24 +107,24 @@ def _with_cores_of(auto: Config, config: Config) -> Config:
     return chosen
 
 
-def _variants(config: Config, mode: BenchMode, batch: int, auto: Config, left_out: list[str]) -> Iterator[Variant]:
+def _variants(config: Config, mode: str, batch: int, auto: Config, left_out: list[str]) -> Iterator[Variant]:
     target = config.target
     all_cores = (target.replicas, target.cores + _extra_cores(config))
-    if mode is BenchMode.plain:
+    if mode == "plain":
         for layout in dict.fromkeys([all_cores, *_other_plain_layouts(config, batch, left_out)]):
             yield _variant(config, ModeName.plain, batch, "plain", layout)
-    elif mode is BenchMode.auto:
+    elif mode == "auto":
         own = (auto.target.replicas, auto.target.cores)
         yield _variant(
             auto, auto.mode, batch, "auto", own if config.profile or auto.mode is not ModeName.coupled else all_cores
         )
-    elif mode is BenchMode.fon:
+    elif mode == "fon":
         yield _variant(config, ModeName.decoupled, batch, "fon")
         yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
     else:
         for drafter in config.drafters:
-            name = mode.value if len(config.drafters) == 1 else f"{mode.value} {drafter.method}"
-            if mode is BenchMode.coupled:
+            name = mode if len(config.drafters) == 1 else f"{mode} {drafter.method}"
+            if mode == "coupled":
                 variant = _variant(config, ModeName.coupled, batch, name, all_cores)
                 variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
                 yield variant

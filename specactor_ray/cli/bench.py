@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,6 @@ from specactor_ray.cli.options import (
 from specactor_ray.cli.report import difference_lines, draft_table, reason_lines, speed_table, time_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-
-if TYPE_CHECKING:
-    from specactor_ray.bench.variants import BenchMode
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -66,11 +63,11 @@ def bench_rollout(
     batches = [written.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
     settings = planned_side_by_side(written, progress)
     from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
-    from specactor_ray.bench.variants import BenchMode, auto_of
+    from specactor_ray.bench.variants import auto_of
 
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
     workloads = plan_workloads(settings, prompts or (), heats)
-    auto = auto_of(written) if BenchMode.auto in chosen else None
+    auto = auto_of(written) if "auto" in chosen else None
     report = run_bench(settings, chosen, batches, workloads, output, progress, rounds, auto)
     _show(report)
     finish(report["status"], all_identical(report))
@@ -95,12 +92,11 @@ def _show(report: Mapping[str, Any]) -> None:
     say(console, f"report: {Path(report['output']).resolve()}")
 
 
-def parse_modes(text: str) -> list[BenchMode]:
-    """`plain,decoupled` → variants to compare. Raises InputError for a name that is not a mode."""
-    from specactor_ray.bench.variants import BenchMode
+def parse_modes(text: str) -> list[str]:
+    """`plain,decoupled` → modes to compare. Raises InputError for a name that is not a mode."""
+    from specactor_ray.bench.variants import MODES
 
-    names = [name for name in split_items(text) if name]
-    unknown = [name for name in names if name not in BenchMode.__members__]
-    if unknown:
-        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(BenchMode.__members__)}")
-    return [BenchMode[name] for name in names]
+    names = split_items(text)
+    if unknown := [name for name in names if name not in MODES]:
+        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(MODES)}")
+    return names

@@ -58,8 +58,8 @@ def finish(status: str, sound: bool = True) -> NoReturn:
 
 
 def split_items(text: str) -> list[str]:
-    """`1, 4` → `["1", "4"]`; empty for an empty text."""
-    return [item.strip() for item in text.split(",")] if text else []
+    """`1, 4` → `["1", "4"]`, without empty items."""
+    return list(filter(None, map(str.strip, text.split(","))))
 
 
 def parse_numbers(option: str, text: str, kind: Callable[[str], N], least: float, most: float = math.inf) -> list[N]:

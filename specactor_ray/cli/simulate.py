@@ -88,7 +88,7 @@ def parse_names(text: str | None) -> list[str] | None:
     """`plain,coupled` → the names; None, for all variants, from None. Raises InputError if there is no name."""
     if text is None:
         return None
-    names = list(filter(None, split_items(text)))
+    names = split_items(text)
     if not names:
         raise InputError(f"--compare: {text!r} names no variant; give some, such as plain,decoupled")
     return names
@@ -97,7 +97,7 @@ def parse_names(text: str | None) -> list[str] | None:
 def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Key and values of `KEY=V1,V2,...`. Raises InputError if there is no key, or no value."""
     key, _, values = text.partition("=")
-    found = list(filter(None, split_items(values)))
+    found = split_items(values)
     if not key.strip() or not found:
         raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
     return key.strip(), list(dict.fromkeys(found))

@@ -26,7 +26,7 @@ from specactor_ray.bench.rollout_modes import (
     run_bench,
     with_ratios,
 )
-from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
+from specactor_ray.bench.variants import MODES, Variant, plan_variants
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
@@ -55,7 +55,7 @@ HEALTH = {
     "missed": 0,
     "alarm": False,
 }
-ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
+ALL = ["plain", "coupled", "decoupled"]
 
 
 def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) -> Config:
@@ -109,7 +109,7 @@ class TestVariants:
         base = config()
         methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.fakes.own_proposers:Lookup", 1.0, True)]
         base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
-        variants = plan_variants(base, [mode for mode in BenchMode if mode is not BenchMode.auto], [2])
+        variants = plan_variants(base, [mode for mode in MODES if mode != "auto"], [2])
         assert [variant.label for variant in variants][3:] == [
             "coupled ngram 1x2",
             "coupled suffix 1x2",
@@ -130,14 +130,14 @@ class TestVariants:
     @pytest.mark.parametrize(
         ("modes", "batches", "problem"),
         [
-            ([BenchMode.decoupled], [4], "--modes must contain plain"),
-            ([*ALL, BenchMode.fon], [4], "fewer than two"),
+            (["decoupled"], [4], "--modes must contain plain"),
+            ([*ALL, "fon"], [4], "fewer than two"),
             (ALL, [], "--batch"),
             (ALL, [4, 0], "--batch"),
             (ALL, [64], r"target\.max_step_tokens"),
         ],
     )
-    def test_refusals(self, modes: list[BenchMode], batches: list[int], problem: str) -> None:
+    def test_refusals(self, modes: list[str], batches: list[int], problem: str) -> None:
         with pytest.raises(UserError, match=problem):
             plan_variants(config(max_step_tokens=32), modes, batches)
         base = config()
@@ -156,7 +156,7 @@ class TestAuto:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
         auto, notes = load_config(None, ["target.cores=2"]), list[str]()
         variants = plan_variants(
-            settle(auto, Machine.here(), mode=ModeName.decoupled)[0], list(BenchMode)[:-1], [16], notes=notes
+            settle(auto, Machine.here(), mode=ModeName.decoupled)[0], list(MODES)[:-1], [16], notes=notes
         )
         assert [one.label for one in variants] == ["plain 1x3", "plain 1x1", "auto 1x3"]
         assert variants[-1].config.mode is ModeName.coupled and devices_of(settle(auto, Machine.here())[0]).cores == 3
@@ -169,7 +169,7 @@ class TestAuto:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
         notes = list[str]()
         variants = plan_variants(
-            settle(config(), Machine.here(), mode=ModeName.decoupled)[0], list(BenchMode)[:-1], [3], notes=notes
+            settle(config(), Machine.here(), mode=ModeName.decoupled)[0], list(MODES)[:-1], [3], notes=notes
         )
         assert [one.label for one in variants] == ["plain 1x2", "plain 1x1", "auto 1x1 + 1", "coupled 1x2"]
         assert [note.split(":")[0] for note in notes] == ["plain 2x1, batch 3", "decoupled 1x1 + 1, batch 3"]
@@ -308,7 +308,7 @@ class FakeRollout:
 
 def test_variants_take_turns_in_rounds_that_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
-    variants = plan_variants(config(), [BenchMode.plain, BenchMode.coupled], [1])[::2]
+    variants = plan_variants(config(), ["plain", "coupled"], [1])[::2]
     plain, coupled = (one.label for one in variants)
     bench = Bench(Console(file=io.StringIO()))
     one, other = (Workload("edits T=0", prompts, SamplingParams(), n=1) for prompts in (("a", "bc"), ("def",)))
