@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_check import drafting, flips, memory, stage, target, vllm
+from gpu_check import flips, stage, vllm
 from gpu_check.command import STAGES, gpu_check, run_check
 from gpu_check.stage import Kernels, Stage
-from gpu_check.vllm import SIDES, Oracle, Run, make_side, measure_vllm, pattern
+from gpu_check.vllm import Oracle, Run, pattern
 from specactor_ray.core.errors import InputError, SpecActorError, UserError
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.fakes.clocks import HandClock
@@ -57,14 +57,7 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
         run_check(TINY_CHECK, ["hardware"], path, math.inf)
 
 
-def test_weights_that_do_not_arrive_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RaggedModel, "load_weights", lambda *_: None)
-    entry = run_check(TINY_CHECK, ["weights"], tmp_path / "check.json", math.inf)["stages"]["weights"]
-    assert entry["status"] == "failed" and "not those that were sent" in entry["error"]
-    assert [point["way"] for point in entry["points"]] == ["device to engine"]
-
-
-@pytest.mark.parametrize("accept", [0.0, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("accept", [0.0, 0.7, 1.0])
 def test_oracle_drafts_are_right_where_the_pattern_says(accept: float) -> None:
     right = pattern(3, 40, accept)
     assert (right[:, :40].sum(axis=1) == round(40 * accept)).all() and (right[:, :40] == right[:, 40:]).all()
@@ -79,60 +72,13 @@ def test_oracle_drafts_are_right_where_the_pattern_says(accept: float) -> None:
 def test_steps_of_prefill_and_of_the_last_rows_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, run = HandClock(), Run(2, 6)
     monkeypatch.setattr(vllm.time, "perf_counter", clock.now)
-    for seconds, ends in [
-        (1.0, (1, 0)),
-        (10.0, (2, 1)),
-        (11.0, (3, 2)),
-        (13.0, (5, 4)),
-        (20.0, (6, 5)),
-        (21.0, (6, 6)),
-    ]:
-        clock.seconds, run.ends[:] = seconds, ends
+    ends = {1.0: (1, 0), 10.0: (2, 1), 11.0: (3, 2), 13.0: (5, 4), 20.0: (6, 5), 21.0: (6, 6)}
+    for seconds, both in ends.items():
+        clock.seconds, run.ends[:] = seconds, both
         run.step()
     assert run.steps == 6 and run.figures() == {"ms": 1500.0, "tokens/s": 2.0, "tokens a step": 1.5}
     with pytest.raises(RuntimeError, match="2 rows"):
         Run(2, 6).figures()
-
-
-@pytest.mark.parametrize("broken", [None, "stock", "ours"])
-def test_ratios_are_of_the_same_round_and_an_engine_that_fails_is_left_out(
-    broken: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speeds = {"stock": iter([100.0, 200.0, 50.0]), "ours": iter([90.0, 220.0, 60.0])}
-
-    class FakeChild:
-        def __init__(self, name: str) -> None:
-            self.name = name.split()[-1]
-
-        def call(self, function: Any, work: Any) -> dict[str, Any]:
-            if function is not make_side:
-                return {"tokens/s": next(speeds[self.name]), "exposed ms": None, "graphs": {"FULL 4": 1}}
-            if self.name == broken:
-                raise SpecActorError("the process failed:\nTraceback\nValueError: no room")
-            return {f"{self.name} start s": 1.0}
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(vllm, "Child", FakeChild)
-    stage = Stage("vllm", TINY_CHECK._replace(rows=(4,), drafts=(0,), rounds=3))
-    stage.run(measure_vllm)
-    assert [point["engine"] for point in stage.entry["points"]] == [name for name in SIDES if name != broken]
-    assert (stage.entry["status"], stage.entry["error"]) == (
-        ("failed", "ValueError: no room") if broken else ("complete", "")
-    )
-    for point in stage.entry["points"]:
-        of_ours = {None: 1.1, "stock": None}.get(broken)
-        assert point["x stock"] == (1.0 if point["engine"] == "stock" else of_ours and pytest.approx(of_ours))
-        assert point["tokens/s"] == {"stock": 100.0, "ours": 90.0}[point["engine"]] and point["rounds"] == 3
-
-
-def test_a_stage_that_is_too_late_makes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (drafting, memory, target):
-        monkeypatch.delattr(module, "random_model")
-    monkeypatch.delattr(flips, "random_weights")
-    report = run_check(TINY_CHECK, list(STAGES), tmp_path / "check.json", -1.0)
-    assert {entry["status"] for entry in report["stages"].values()} == {"partial"}, report
 
 
 @pytest.mark.parametrize(
@@ -183,15 +129,6 @@ def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured(
         stage.entry["not_measured"] == ["broken: ValueError: no kernel", *missing]
         and "stage, late: no time was left" in lines
     )
-
-    def fails(stage: Stage) -> None:
-        stage.entry["figures"]["half"] = 1
-        raise RuntimeError("no kernel image\nlong story\nat line 3")
-
-    stage = Stage("stage", TINY_CHECK, math.inf)
-    stage.run(fails)
-    assert (stage.entry["status"], stage.entry["error"]) == ("failed", "RuntimeError: no kernel image")
-    assert stage.entry["figures"] == {"half": 1} and "at line 3" in stage.entry["traceback"]
 
 
 def test_tokens_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class TestAnswers:
         body = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0, "seed": 1, "return_token_ids": True}
         choice = post(COMPLETIONS, body).json()["choices"][0]
         assert choice["token_ids"] == [11, 12] and choice["prompt_token_ids"] == [5, 6]
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 2}] and choice["seed"] == 1
         names = choice["logprobs"]["tokens"]
         assert "".join(names) == choice["text"] and choice["logprobs"]["token_logprobs"] == [-0.5, -0.5]
         assert choice["logprobs"]["top_logprobs"] == [{name: -0.5} for name in names]

@@ -54,12 +54,6 @@ class TestTokens:
             assert post(path, body | given, engine, headers={"X-Session-ID": header} if header else {}).is_success
             assert engine.submitted[0][2]["session"] == session
 
-    def test_session_and_priority_reach_the_engine(self) -> None:
-        engine = ScriptedQueue()
-        body = tokens([5], max_tokens=4) | {"model": "tiny", "cache_salt": "3", "priority": -2, "request_id": "r"}
-        assert post(TOKENS, body, engine, headers={"X-Session-ID": "s"}).is_success
-        assert engine.submitted[0][2] == {"request_id": "r", "session": "s", "priority": -2}
-
 
 class TestGenerate:
     def test_answer(self) -> None:
