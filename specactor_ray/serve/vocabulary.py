@@ -16,7 +16,7 @@ from typing import Any
 _CACHED = 1 << 17
 """Number of tokens with cached bytes."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE, _WORD = "\u2581", re.compile("\u2581[a-zA-Z]")
+_WORD = re.compile("\u2581[a-zA-Z]")
 _ANCHOR = "a"
 """Text before a token of unknown encoding."""
 
@@ -31,8 +31,6 @@ class Vocabulary:
         kinds = set(_kinds(decoder))
         self._has_units = "ByteLevel" in kinds or hasattr(tokenizer, "byte_decoder")
         self._has_bytes = "ByteFallback" in kinds
-        written = json.dumps(decoder, ensure_ascii=False)
-        self._has_spaces = "Metaspace" in kinds or ("Replace" in kinds and _SPACE in written)
         self._special = frozenset(
             {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
             | set(tokenizer.all_special_ids)
@@ -53,10 +51,9 @@ class Vocabulary:
     @functools.cached_property
     def _strips_first(self) -> bool:
         """Whether a text lacks the space in front of its first word."""
-        if not self._has_spaces:
-            return False
         words = (number for token, number in self._tokenizer.get_vocab().items() if _WORD.match(token))
-        return any(not self._tokenizer.decode([word]).startswith(" ") for word in itertools.islice(words, 1))
+        spaced = (word for word in words if self.utf8(word).startswith(b" "))
+        return any(not self._tokenizer.decode([word]).startswith(" ") for word in itertools.islice(spaced, 1))
 
     def _utf8(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -67,12 +64,7 @@ class Vocabulary:
             return bytes(map(units.__getitem__, token)) if units.keys() >= set(token) else token.encode()
         if self._has_bytes and (byte := _BYTE.fullmatch(token)) is not None:
             return bytes.fromhex(byte[1])
-        if self._has_spaces:
-            return str(token).replace(_SPACE, " ").encode()
-        return self._by_decoding(token_id)
-
-    def _by_decoding(self, token_id: int) -> bytes:
-        """What a token adds to the text of another one."""
+        # What it adds to the text of another token.
         anchor = self._tokenizer.encode(_ANCHOR, add_special_tokens=False)
         before, whole = (str(self._tokenizer.decode(ids)) for ids in (anchor, [*anchor, token_id]))
         return whole.removeprefix(before).encode()
