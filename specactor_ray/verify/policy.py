@@ -187,8 +187,9 @@ class DraftPolicy:
         rounds, table, self._trial = self.plan_rounds(rows), self.table, -1
         mine = {seat: one for seat, one in self.drafters.items() if one.able and one.takes_turns}
         turns = {seat: rounds for seat, one in mine.items() if rounds and not one.watches}
+        roomy = rows[self._room(rows) > 0]
         rises = {
-            seat: self._rises(seat, rows) for seat in mine if seat not in turns and table.assigned[seat, rows].any()
+            seat: self._rises(seat, rows) for seat in mine if seat not in turns and table.assigned[seat, roomy].any()
         }
         if rises and self.cost.is_known:
             seat = min(rises, key=lambda one: (not rises[one], mine[one].tried))
@@ -241,11 +242,12 @@ class DraftPolicy:
         return seats, lengths
 
     def silent(self, rows: np.ndarray) -> np.ndarray:
-        """bool `(rows,)`: whether the row has no tail, but a draft actor that has not answered the newest commit."""
+        """bool `(rows,)`: whether the row has room for drafts and no tail, but a draft actor that has not answered the
+        newest commit."""
         table, seats = self.table, [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
         base, asked = table.base[seats].take(rows, axis=1), table.assigned[seats].take(rows, axis=1)
-        silent: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0) & ~self._supply(rows).any(axis=0)
-        return silent
+        unanswered: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0)
+        return unanswered & ~self._supply(rows).any(axis=0) & (self._room(rows) > 0)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
         """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. `num_rows` requests

@@ -178,6 +178,12 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
     bench.table.release(0, row)
     assert not bench.is_waiting
 
+    last = Bench(APART)
+    last.table.limits[last.rows] = last.table.lengths[last.rows] + 1
+    assert not last.is_waiting, "the last token of an output is the target's"
+    last.table.limits[last.rows[0]] += 1
+    assert last.is_waiting
+
     two = Bench(APART, LOOKUP)
     two.say([0] * 4)
     assert two.is_waiting, "the other one may still find something"
