@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.variants import Variant, plan_variants
+from specactor_ray.bench.variants import Variant, auto_of, plan_variants, side_by_side
 from specactor_ray.bench.verdict import verdict
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
@@ -93,16 +93,20 @@ def run_bench(
     output: Path | None,
     console: Console,
     rounds: int = 1,
-    auto: Config | None = None,
 ) -> dict[str, Any]:
-    """Measure all variants (see `plan_variants`, also for `auto`) in rounds. Returns the report, which is written to
-    `output` (default: `bench.json` in a new folder under `run.dir`), never over another file; after an interruption it
-    has what was measured. UserError: the configuration, the prompts or the cluster are wrong."""
+    """Measure all variants (see `plan_variants`) in rounds. Returns the report, which is written to `output` (default:
+    `bench.json` in a new folder under `run.dir`), never over another file; after an interruption it has what was
+    measured. UserError: the configuration, the prompts or the cluster are wrong."""
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
-    notes = list[str]()
-    variants, first_notes = _checked_variants(config, modes, batches, auto, notes)
+    auto, machine = auto_of(config) if "auto" in modes else None, Machine.here()
+    config, first_notes = side_by_side(config)
+    variants, notes = plan_variants(config, modes, batches, auto)
+    identity = resolve(config, machine).identity
+    for one in variants:
+        settle_caches(one.config, machine)
+    first_notes += start_notes(variants[0].config, machine, identity)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
@@ -130,27 +134,10 @@ def run_bench(
     finally:
         report["results"] = bench.results()
         if report["results"]:
-            refuse_existing(output, "--output")
-            write_json(output, report)
+            write_json(output, report, new=True)
         else:
             remove_if_empty(*made)
     return report
-
-
-def _checked_variants(
-    config: Config,
-    modes: Sequence[str],
-    batches: Sequence[int],
-    auto: Config | None,
-    notes: list[str],
-) -> tuple[Sequence[Variant], list[str]]:
-    """The variants to measure, after all checks that are possible before Ray starts, and the notes on the first one."""
-    machine = Machine.here()
-    variants = plan_variants(config, modes, batches, auto, notes)
-    identity = resolve(config, machine).identity
-    for one in variants:
-        settle_caches(one.config, machine)
-    return variants, start_notes(variants[0].config, machine, identity)
 
 
 def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:

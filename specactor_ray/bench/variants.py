@@ -13,7 +13,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import settle
+from specactor_ray.startup.mode import plan_config, settle
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,29 @@ MODES = ("plain", "auto", "coupled", "decoupled", "fon")
 together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
 
 
+def side_by_side(config: Config) -> tuple[Config, list[str]]:
+    """The configuration of which variants are compared, and the plan in words. `mode: auto` becomes `decoupled`, with
+    the layout as written, or as planned with `profile`. Raises as `plan_config`."""
+    machine = Machine.here()
+    if config.mode is not ModeName.auto or config.profile is None:
+        return settle(config, machine, mode=ModeName.decoupled)[0], []
+    planned, plan = plan_config(config, machine, [ModeName.decoupled])
+    return planned, plan.lines()
+
+
+def auto_of(config: Config) -> Config:
+    """The configuration that `rollout` runs in mode auto."""
+    chosen = copy.deepcopy(config)
+    chosen.mode = ModeName.auto
+    return settle(chosen, Machine.here())[0]
+
+
 def plan_variants(
-    config: Config,
-    modes: Sequence[str],
-    batches: Sequence[int],
-    auto: Config | None = None,
-    notes: list[str] | None = None,
-) -> list[Variant]:
-    """The variants in the order they run: batch by batch, plain first. `auto`: what `rollout` runs, default: `config`
-    with this mode; with it, all variants get the cores that it takes. A variant that cannot be measured, or equals an
-    earlier one, is left out, with a line in `notes`.
+    config: Config, modes: Sequence[str], batches: Sequence[int], auto: Config | None = None
+) -> tuple[list[Variant], list[str]]:
+    """The variants in the order they run: batch by batch, plain first; and a line for each one that is left out, since
+    it cannot be measured or equals an earlier one. `auto`: what `rollout` runs; all variants get the cores that it
+    takes.
 
     `decoupled` is the configuration as given, with each method of draft actors alone on all the draft cores (a hosted
     lookup alone is as in `coupled`); `fon` is the one with all of them. Plain and coupled verifiers get the drafters'
@@ -60,21 +73,17 @@ def plan_variants(
     verifier (and rank).
 
     Raises:
-        InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
-            one method to race.
+        InputError: `modes` lacks plain, which the others are compared with, or `fon` has only one method to race.
         ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
     """
     if "plain" not in modes:
         raise InputError("--modes must contain plain: the other modes are compared with it")
     if "fon" in modes and len(config.drafters) < 2:
         raise InputError("--modes: fon races draft methods, and fewer than two are in `drafters`")
-    if not batches or min(batches) < 1:
-        raise InputError("--batch must name one batch size or more, each 1 or more")
     _reject_drafters_on_gpus(config)
-    if "auto" in modes:
-        auto = auto or auto_of(config)
+    if auto is not None:
         config = _with_cores_of(auto, config)
-    variants, left_out = list[Variant](), [] if notes is None else notes
+    variants, left_out = list[Variant](), list[str]()
     for batch in batches:
         found = list[Variant]()
         for mode in (mode for mode in MODES if mode in modes):
@@ -86,15 +95,7 @@ def plan_variants(
                 else:
                     left_out.append(f"{variant.label}, batch {batch}: left out, it is the same as {same.label}")
         variants += found
-    left_out[:] = dict.fromkeys(left_out)
-    return variants
-
-
-def auto_of(config: Config) -> Config:
-    """The configuration that `rollout` runs in mode auto."""
-    chosen = copy.deepcopy(config)
-    chosen.mode = ModeName.auto
-    return settle(chosen, Machine.here())[0]
+    return variants, list(dict.fromkeys(left_out))
 
 
 def _with_cores_of(auto: Config, config: Config) -> Config:

@@ -14,7 +14,6 @@ from specactor_ray.cli.options import (
     finish,
     load_settings,
     parse_numbers,
-    planned_side_by_side,
     split_items,
 )
 from specactor_ray.cli.report import difference_lines, draft_table, reason_lines, speed_table, time_table
@@ -58,17 +57,14 @@ def bench_rollout(
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores, and conclude whether drafts pay; exit code 1 if any token
     differs from plain decoding."""
-    written, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
+    settings, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
     chosen = parse_modes(modes)
-    batches = [written.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
-    settings = planned_side_by_side(written, progress)
-    from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
-    from specactor_ray.bench.variants import auto_of
-
+    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
+    from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
+
     workloads = plan_workloads(settings, prompts or (), heats)
-    auto = auto_of(written) if "auto" in chosen else None
-    report = run_bench(settings, chosen, batches, workloads, output, progress, rounds, auto)
+    report = run_bench(settings, chosen, batches, workloads, output, progress, rounds)
     _show(report)
     finish(report["status"], all_identical(report))
 

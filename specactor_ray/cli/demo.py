@@ -17,7 +17,7 @@ from rich.text import Text
 from specactor_ray.cli.options import finish, progress_console
 from specactor_ray.core.console import figures_table, make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import require_folder
+from specactor_ray.core.files import refuse_existing, require_folder
 
 
 def demo(
@@ -36,8 +36,7 @@ def demo(
     """
     if not 0.0 < minutes < float("inf"):
         raise InputError(f"--minutes: {minutes:g} is no time; use more than 0")
-    if output is not None and output.exists():
-        raise InputError(f"--output: {output} exists and is never overwritten; name another folder")
+    refuse_existing(output, "--output")
     from specactor_ray.models.loading import require_named_model
 
     require_named_model("--model", model)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 from rich.console import Console
 
-from specactor_ray.core.console import log_through, make_console, say
+from specactor_ray.core.console import log_through, make_console
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, clipped
 
 if TYPE_CHECKING:
@@ -73,19 +73,3 @@ def parse_numbers(option: str, text: str, kind: Callable[[str], N], least: float
         what = f"no list of {'whole ' * (kind is int)}numbers {limits}"
         raise InputError(f"{option}: {clipped(text)} is {what}; separate them by commas, such as 1,4")
     return found
-
-
-def planned_side_by_side(settings: Config, console: Console) -> Config:
-    """The configuration for a comparison of modes on the same cores. With `profile` `mode: auto` is resolved for
-    `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `plan_config`."""
-    from specactor_ray.config.schema import ModeName
-    from specactor_ray.startup.machine import Machine
-    from specactor_ray.startup.mode import plan_config, settle
-
-    machine = Machine.here()
-    if settings.mode is not ModeName.auto or settings.profile is None:
-        return settle(settings, machine, mode=ModeName.decoupled)[0]
-    planned, plan = plan_config(settings, machine, [ModeName.decoupled])
-    for line in plan.lines():
-        say(console, line)
-    return planned

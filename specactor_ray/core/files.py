@@ -99,7 +99,7 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 def refuse_existing(path: Path | None, option: str) -> None:
     """Raises InputError if a file or folder for results exists."""
     if path is not None and path.exists():
-        raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
+        raise InputError(f"{option}: {path} exists and is never overwritten; name another one")
 
 
 def require_folder(folder: Path, option: str) -> None:

@@ -26,7 +26,7 @@ from specactor_ray.bench.rollout_modes import (
     run_bench,
     with_ratios,
 )
-from specactor_ray.bench.variants import MODES, Variant, plan_variants
+from specactor_ray.bench.variants import MODES, Variant, auto_of, plan_variants, side_by_side
 from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
@@ -42,8 +42,7 @@ from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
-from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import settle
+from specactor_ray.startup.machine import devices_of
 from tests.refused import refused
 
 HEALTH = {
@@ -72,7 +71,7 @@ class TestVariants:
     def test_two_cores_batch_by_batch(self) -> None:
         """A batch of one is not shared out among verifiers."""
         labels = ["plain 1x2", "plain 2x1", "plain 1x1", "coupled 1x2", "decoupled 1x1 + 1"]
-        one, four = (plan_variants(config(), [*reversed(ALL)], [batch]) for batch in (1, 4))
+        one, four = (plan_variants(config(), [*reversed(ALL)], [batch])[0] for batch in (1, 4))
         assert [variant.label for variant in four] == labels and [variant.label for variant in one] == [
             label for label in labels if label != "plain 2x1"
         ]
@@ -88,7 +87,7 @@ class TestVariants:
             with refused("drafters"):
                 plan_variants(base, ALL, [batch])
             return
-        variants = plan_variants(base, ALL, [batch])
+        variants, _ = plan_variants(base, ALL, [batch])
         total = replicas * cores + drafters
         assert variants[-1].total_cores == total and variants[0].total_cores == total
         assert all(variant.total_cores <= total for variant in variants)
@@ -102,7 +101,7 @@ class TestVariants:
         base = config()
         methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.fakes.own_proposers:Lookup", 1.0, True)]
         base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
-        variants = plan_variants(base, [mode for mode in MODES if mode != "auto"], [2])
+        variants, _ = plan_variants(base, [mode for mode in MODES if mode != "auto"], [2])
         names = [one[0] for one in methods]  # shares of a core count as the core that they take
         labels = [*(f"coupled {name} 1x2" for name in names), *(f"decoupled {name} 1x1 + 1" for name in names[:2])]
         assert [variant.label for variant in variants][3:] == [*labels, "fon 1x1 + 1", "fon coupled 1x2"]
@@ -116,8 +115,6 @@ class TestVariants:
         [
             (["decoupled"], [4], "--modes must contain plain"),
             ([*ALL, "fon"], [4], "fewer than two"),
-            (ALL, [], "--batch"),
-            (ALL, [4, 0], "--batch"),
             (ALL, [64], r"target\.max_step_tokens"),
         ],
     )
@@ -138,12 +135,10 @@ def output(*tokens: int, reason: str = "length", error: str = "") -> Trajectory:
 class TestAuto:
     def test_all_cores_of_a_rollout_and_nothing_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-        auto, notes = load_config(None, ["target.cores=2"]), list[str]()
-        variants = plan_variants(
-            settle(auto, Machine.here(), mode=ModeName.decoupled)[0], list(MODES)[:-1], [16], notes=notes
-        )
+        given = load_config(None, ["target.cores=2"])
+        variants, notes = plan_variants(side_by_side(given)[0], MODES[:-1], [16], auto_of(given))
         assert [one.label for one in variants] == ["plain 1x3", "plain 1x1", "auto 1x3"]
-        assert variants[-1].config.mode is ModeName.coupled and devices_of(settle(auto, Machine.here())[0]).cores == 3
+        assert variants[-1].config.mode is ModeName.coupled and devices_of(auto_of(given)).cores == 3
         assert notes == [
             "coupled 1x3, batch 16: left out, it is the same as auto 1x3",
             "decoupled: left out, verifiers host suffix, so it is coupled",
@@ -151,10 +146,7 @@ class TestAuto:
 
     def test_auto_may_have_draft_actors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-        notes = list[str]()
-        variants = plan_variants(
-            settle(config(), Machine.here(), mode=ModeName.decoupled)[0], list(MODES)[:-1], [3], notes=notes
-        )
+        variants, notes = plan_variants(side_by_side(config())[0], MODES[:-1], [3], auto_of(config()))
         assert [one.label for one in variants] == ["plain 1x2", "plain 1x1", "auto 1x1 + 1", "coupled 1x2"]
         assert [note.split(":")[0] for note in notes] == ["plain 2x1, batch 3", "decoupled 1x1 + 1, batch 3"]
         assert "2 verifiers cannot share 3 requests evenly" in notes[0] and "same as auto" in notes[1]
@@ -292,7 +284,7 @@ class FakeRollout:
 
 def test_variants_take_turns_in_rounds_that_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
-    variants = plan_variants(config(), ["plain", "coupled"], [1])[::2]
+    variants = plan_variants(config(), ["plain", "coupled"], [1])[0][::2]
     plain, coupled = (one.label for one in variants)
     bench = Bench(Console(file=io.StringIO()))
     one, other = (Workload("edits T=0", prompts, SamplingParams(), n=1) for prompts in (("a", "bc"), ("def",)))
