@@ -213,7 +213,7 @@ class VerlServer:
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Abort one request with its committed tokens."""
-        aborted = await self._control.abort(request_id)
+        aborted = await self._control.end(request_id)
         return {"aborted": bool(aborted), "request_id": request_id}
 
     async def resume_generation(self) -> None:

@@ -12,7 +12,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.weight_buckets import WeightLayout
 from specactor_ray.rollout.control import Control
-from specactor_ray.rollout.dispatch import WeightPolicy, policy_of
+from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.rollout import Rollout
@@ -20,7 +20,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.transport.messages import WeightSet
 
 
-class RolloutActor:
+class RolloutActor(Control):
     """A rollout as an asynchronous actor, `ray.remote(RolloutActor).remote("local_cpu")`; arguments as of
     `Rollout.from_config`. `start` must be called first. The run ends with the actor."""
 
@@ -29,22 +29,21 @@ class RolloutActor:
 
     async def start(self) -> str:
         """Start the rollout; returns the name of its run. Raises as `Rollout`."""
-        self._rollout = await asyncio.to_thread(Rollout.from_config, *self._arguments)
-        self._control = Control(self._rollout)
+        super().__init__(await asyncio.to_thread(Rollout.from_config, *self._arguments))
         return self._rollout.run_name
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
         """One output; arguments and errors as in `RequestQueue.submit`. `ray.cancel` of the call aborts the request."""
-        await self._control.ready()
-        return await self._rollout.queue.generate(prompt, sampling, **options)
+        await self.ready()
+        return await self._queue.generate(prompt, sampling, **options)
 
     async def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[list[Token]]:
         """Yield the tokens of one output as they are committed, those that arrived together as one list. As `generate`;
         a request that cannot run raises a SpecActorError."""
-        await self._control.ready()
-        handle = await self._rollout.queue.begin(prompt, sampling, **options)
+        await self.ready()
+        handle = await self._queue.begin(prompt, sampling, **options)
         try:
             async for tokens in handle.batches():
                 yield tokens
@@ -55,15 +54,7 @@ class RolloutActor:
 
     async def abort(self, request_id: str | None = None) -> int:
         """Abort the requests with this name, or all; their callers get the committed tokens. Returns their number."""
-        return len(await self._control.abort(request_id))
-
-    async def pause(self, policy: WeightPolicy | str = WeightPolicy.ABORT) -> None:
-        """See `Control.pause`."""
-        await self._control.pause(policy_of(policy))
-
-    async def resume(self) -> None:
-        """End the pause, if there is one."""
-        self._control.resume()
+        return len(await self.end(request_id))
 
     async def weight_layout(self) -> WeightLayout:
         """Layout in which another process packs weights for `update_weights`."""
@@ -71,16 +62,8 @@ class RolloutActor:
 
     async def update_weights(self, weights: WeightSet | str, policy: WeightPolicy | str = WeightPolicy.KEEP) -> int:
         """See `Control.update`; a sleep ends."""
-        await self._control.wake()
-        return await self._control.update(weights, policy_of(policy))
-
-    async def sleep(self, policy: WeightPolicy | str = WeightPolicy.WAIT) -> None:
-        """See `Control.sleep`; the next request wakes the verifiers, too."""
-        await self._control.sleep(policy_of(policy))
-
-    async def wake(self) -> None:
-        """End the sleep, if there is one."""
-        await self._control.wake()
+        await self.wake()
+        return await self.update(weights, policy)
 
     async def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers."""
@@ -88,5 +71,5 @@ class RolloutActor:
 
     async def close(self) -> None:
         """End the rollout; waiting callers get an error."""
-        self._control.resume()
+        self.resume()
         await asyncio.to_thread(self._rollout.close)

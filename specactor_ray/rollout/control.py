@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.rollout.dispatch import WeightPolicy
+from specactor_ray.rollout.dispatch import WeightPolicy, policy_of
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.transport.messages import WeightSet
 
@@ -44,11 +44,12 @@ class Control:
         """Whether requests wait until `resume`."""
         return self._paused.is_set()
 
-    async def pause(self, policy: WeightPolicy, rejects: bool = False) -> None:
+    async def pause(self, policy: WeightPolicy | str = WeightPolicy.ABORT, rejects: bool = False) -> None:
         """Hold new requests until `resume`; servers reject them instead if `rejects`. `abort` ends present ones with
         their committed tokens, `wait` lets running ones end, `keep` lets them continue after `resume`. Returns when no
         request runs, or at `resume`. Idempotent; the policy of each call applies to the requests that run at that time,
         and the last one decides about new requests."""
+        policy = policy_of(policy)
         drained = asyncio.wrap_future(self._queue.pause(policy))
         if self.is_paused:
             self._queue.resume()  # several pauses count as one
@@ -56,7 +57,7 @@ class Control:
         self._paused.set()
         self._resumed.clear()
         if policy is WeightPolicy.ABORT:
-            await self.abort()
+            await self.end()
         await _either(drained, self._resumed)
 
     def resume(self) -> None:
@@ -74,7 +75,7 @@ class Control:
                 await self._resumed.wait()
             await self.wake()
 
-    async def abort(self, request_id: str | None = None) -> list[Handle]:
+    async def end(self, request_id: str | None = None) -> list[Handle]:
         """Abort the requests with this name, or all; returns them when they have ended with their committed tokens."""
         running = self._queue.running(request_id)
         for handle in running:
@@ -93,7 +94,7 @@ class Control:
         """The trainer's name for a version; if there is none, the version number."""
         return str(self.labels.get(version, version))
 
-    async def update(self, weights: WeightSet | str, policy: WeightPolicy, label: Any = None) -> int:
+    async def update(self, weights: WeightSet | str, policy: WeightPolicy | str, label: Any = None) -> int:
         """Update the weights of all verifiers to those of a checkpoint's directory, or to a `WeightSet` with any
         version; returns their version. The policy applies to running requests, unless they are paused.
 
@@ -120,9 +121,10 @@ class Control:
 
     # ---- sleep ----
 
-    async def sleep(self, policy: WeightPolicy) -> None:
+    async def sleep(self, policy: WeightPolicy | str = WeightPolicy.WAIT) -> None:
         """Free the memory of the verifiers' caches, and on GPUs of their weights, until `wake`. `abort` ends all
         requests, `wait` lets them end. Raises InputError if some remain, held by a pause or by `keep`."""
+        policy = policy_of(policy)
         async with self._changing:
             if self.is_asleep:
                 return
@@ -143,7 +145,7 @@ class Control:
         drained = asyncio.wrap_future(self._queue.pause(policy))  # beside a pause of the trainer
         try:
             if policy is WeightPolicy.ABORT:
-                await self.abort()
+                await self.end()
             await drained
             await asyncio.to_thread(self._rollout.sleep)
         finally:

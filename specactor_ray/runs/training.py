@@ -171,20 +171,14 @@ def model_facts(target: TargetConfig) -> dict[str, Any]:
 
 
 def _keep_metrics_until(file: Path, step: int) -> None:
-    """Drop the records of steps that will be repeated, an incomplete last line, and with a warning damaged lines."""
+    """Drop the records of steps that will be repeated, and what is no record, such as half a line at the end."""
     if not file.exists():
         return
-    lines = file.read_bytes().split(b"\n")
-    kept, damaged = list[str](), list[int]()
-    for number, line in enumerate(lines, start=1):
-        try:
-            text = line.decode()
-            if parse_json(text)["step"] <= step:
+    kept = []
+    for line in file.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if parse_json(text := line.decode())["step"] <= step:
                 kept.append(text + "\n")
-        except (ValueError, KeyError, TypeError):
-            damaged.append(number)
-    if damaged := damaged[: -1 if damaged[-1:] == [len(lines)] else None]:
-        logger.warning("%s: no records in lines %s; they are removed", file, ", ".join(map(str, damaged)))
     write_text(file, "".join(kept))
 
 

@@ -208,7 +208,7 @@ async def abort_request(
     """Abort the requests with one name, or all."""
     if not rid and not abort_all:
         raise Refusal("send rid, or abort_all true", param="rid")
-    await service.control.abort(None if abort_all else rid)
+    await service.control.end(None if abort_all else rid)
     return {"success": True}
 
 

@@ -196,7 +196,7 @@ async def abort_requests(
 ) -> dict[str, Any]:
     """Abort the requests with these names, or all."""
     names: Sequence[str | None] = request_ids or (None,)
-    ended = [await service.control.abort(name) for name in names]
+    ended = [await service.control.end(name) for name in names]
     return {"status": "aborted", "aborted": sum(map(len, ended))}
 
 

@@ -82,7 +82,7 @@ async def test_one_resume_ends_all_pauses(rollout: FakeRollout, control: Control
         await control.pause(WeightPolicy.KEEP)
     waiting = asyncio.create_task(control.ready())
     assert rollout.holds == 1 and control.is_paused and not await begun(waiting)
-    assert await control.abort("a") == handles[:2]
+    assert await control.end("a") == handles[:2]
     assert [(await handle).finish_reason for handle in handles[:2]] == ["abort", "abort"] and not handles[2].done()
     await control.pause(WeightPolicy.ABORT)
     assert (await handles[2]).finish_reason == "abort" and not await begun(waiting)

@@ -47,11 +47,7 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-ROTTEN = ("", "{", "{}", "[]", "null", "3", '{"a": {"b": [1]}}', '{"a": [1]}', "[" * 100_000, fifo, endless)
+ROTTEN = ("{", "[]", '{"a": [1]}', fifo)
 
 
 @pytest.mark.parametrize(
