@@ -236,11 +236,8 @@ class Controller:
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:
-        drafters = {key: number for key, number in self._desired.items() if key != VERIFIER}
-        groups = [(VERIFIER, ""), *(("drafter", method) for method in drafters)]
-        known = [(*group, phase.value) for group in groups for phase in Phase]
-        seen = [(row["kind"], row["method"], row["phase"]) for row in self._status]
-        return controller_rows(seen, known, drafters)
+        wanted = {key: number for key, number in self._desired.items() if key != VERIFIER}
+        return controller_rows(self._status, wanted, Phase)
 
     def _end(self) -> bool:
         try:

@@ -16,7 +16,8 @@ from specactor_ray.controller.reconcile import (
     FailureRecord,
     Remove,
     ReplacementLimits,
-    decide,
+    balance,
+    failed_actors,
     has_lasted,
     is_given_up,
     record_failure,
@@ -113,8 +114,10 @@ class Fleet:
         self._observe(now)
         if not self._seating.gangs:
             self._seating.form(desired, now)
-        removals, missing = decide(desired, list(self.members.values()), self.failures, now, self._limits)
-        for removal in removals:
+        for removal in failed_actors(self.members.values(), now, self._limits):
+            self._remove(removal, now)
+        surplus, missing = balance(desired, list(self.members.values()), self.failures, now, self._limits)
+        for removal in surplus:
             self._remove(removal, now)
         for seat in self._seating.claim(missing):
             self._create(seat, now)

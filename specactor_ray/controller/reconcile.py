@@ -6,7 +6,7 @@ is nothing to do. A key is `VERIFIER` or a draft method; the desired state maps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specactor_ray.actors.specs import VERIFIER, Phase
@@ -52,7 +52,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class ReplacementLimits:
-    """Limits of `decide`; times in seconds."""
+    """Limits of replacements; times in seconds."""
 
     health_timeout_s: float = 15.0
     """Longest silence of a ready actor before it is replaced."""
@@ -79,29 +79,24 @@ class Remove:
     """Whether it failed, which is recorded, rather than being surplus."""
 
 
-def decide(
+def failed_actors(actors: Iterable[ActorState], now: float, limits: ReplacementLimits) -> list[Remove]:
+    """Removals of the actors that are dead, silent, stuck or late."""
+    removals = (_removal(actor, now, limits) for actor in actors)
+    return [removal for removal in removals if removal is not None]
+
+
+def balance(
     desired: Mapping[str, int],
     actors: Sequence[ActorState],
     failures: Mapping[str, FailureRecord],
     now: float,
     limits: ReplacementLimits,
 ) -> tuple[list[Remove], list[str]]:
-    """One step nearer to the desired state: removals of dead actors first, then of surplus ones; and the keys of the
-    actors to make, each in a vacant seat if there is one. Healthy verifiers are never removed, even if fewer are
-    desired."""
+    """Removals of surplus actors, and the keys of the actors to make, each in a vacant seat if there is one. Healthy
+    verifiers are never removed, even if fewer are desired."""
     removals, missing = list[Remove](), list[str]()
-    kept: list[ActorState] = []
-    failures = dict(failures)
-    for actor in actors:
-        removal = _removal(actor, now, limits)
-        if removal is None:
-            kept.append(actor)
-            continue
-        removals.append(removal)
-        if removal.failed:  # counts for actors created in this very step
-            failures[actor.key] = record_failure(failures.get(actor.key), now, actor)
     for key in dict.fromkeys((*desired, *(actor.key for actor in actors))):
-        mine = [actor for actor in kept if actor.key == key]
+        mine = [actor for actor in actors if actor.key == key]
         surplus = len(mine) - desired.get(key, 0)
         if surplus > 0 and key != VERIFIER:  # verifiers use the drafters that are left, as after a failure
             removals += [Remove(actor.actor_id, "surplus") for actor in sorted(mine, key=_removal_rank)[:surplus]]

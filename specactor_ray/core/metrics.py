@@ -131,15 +131,14 @@ def _drafting_rows(actor: str, counters: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def controller_rows(
-    seen: Iterable[tuple[str, str, str]], known: Iterable[tuple[str, str, str]], wanted: Mapping[str, int]
+    status: Iterable[Mapping[str, Any]], wanted: Mapping[str, int], phases: Iterable[str]
 ) -> Iterator[Row]:
-    """Metrics of the controller. `seen`: kind, method and phase of each actor; `known`: such groups that also have a
-    value if they are empty; `wanted`: method → number of draft actors."""
-    counts = dict.fromkeys(known, 0)
-    for group in seen:
-        counts[group] = counts.get(group, 0) + 1
-    for (kind, method, phase), count in counts.items():
-        yield row("specactor_actors", count, kind=kind, method=method, phase=phase)
+    """Metrics of the controller, of every phase also without an actor. `status`: a row per actor; `wanted`: method →
+    number of draft actors."""
+    counts = Counter((one["kind"], one["method"], one["phase"]) for one in status)
+    for kind, method in (("verifier", ""), *(("drafter", method) for method in wanted)):
+        for phase in phases:
+            yield row("specactor_actors", counts[kind, method, phase], kind=kind, method=method, phase=str(phase))
     for method, number in wanted.items():
         yield row("specactor_drafters_wanted", number, method=method)
 

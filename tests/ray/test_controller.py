@@ -179,41 +179,29 @@ def test_actors_end_with_a_killed_controller(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "words"),
-    [("broken", ModelLoadError, "no such weights"), ("crash", SpecActorError, "process ended")],
+    ("target", "cluster_keys", "kind", "words"),
+    [
+        ({"model": "broken"}, {}, ModelLoadError, "no such weights"),
+        ({"model": "crash"}, {}, SpecActorError, "process ended"),
+        ({"cores": 4, "replicas": 2}, {"placement_timeout_s": 1.0}, ClusterError, "verifier-1.*9 CPU.*6 CPU.*Fix:"),
+        ({}, {"pin_cores": True}, ClusterError, "ngram-0 .*verifier-0 .*pin_cores"),  # Ray counts six CPUs here
+    ],
 )
 def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
-    cluster: Cluster, model: str, kind: type[Exception], words: str
+    cluster: Cluster, target: dict[str, Any], cluster_keys: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
-    config = make_config(verifiers=1, ngram=1)
-    config.target.model = model
-    with pytest.raises(kind, match=words) as caught:
+    config = make_config(**cluster_keys)
+    config.target = TargetConfig(**target)
+    if config.cluster.pin_cores:
+        config.drafters[0].cores = len(os.sched_getaffinity(0))
+        if config.drafters[0].cores > 5:
+            pytest.skip("the cluster of this test has six CPUs")
+    with pytest.raises(kind, match=f"(?s){words}") as caught:
         start_controller(config, FAKES, QUICK)
     assert type(caught.value) is kind, "a process that ends is no mistake of the user"
     wait_until(lambda: not groups_left(), "placement groups removed")
     wait_until(lambda: not list_runs(), "no controller")
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), "no actor")
-
-
-def test_a_run_without_room_is_refused_with_demand_and_supply(cluster: Cluster) -> None:
-    config = make_config(verifiers=2, ngram=1, placement_timeout_s=1.0)
-    config.target.cores = 4
-    with pytest.raises(ClusterError, match="verifier-1") as caught:
-        start_controller(config, FAKES, QUICK)
-    for words in ("9 CPU", "6 CPU", "Fix:"):
-        assert words in str(caught.value)
-    wait_until(lambda: not groups_left(), "placement groups removed")
-
-
-def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
-    """Ray counts six CPUs here; the ledger counts the cores of the machine."""
-    config = make_config(verifiers=1, ngram=1, pin_cores=True)
-    config.drafters[0].cores = len(os.sched_getaffinity(0))
-    if config.drafters[0].cores > 5:
-        pytest.skip("the cluster of this test has six CPUs")
-    with pytest.raises(ClusterError, match=r"ngram-0 .*verifier-0 .*pin_cores"):
-        start_controller(config, FAKES, QUICK)
-    wait_until(lambda: not groups_left(), "placement groups removed")
 
 
 def test_node_loss_is_made_good_elsewhere(cluster: Cluster, run: Callable[..., Any]) -> None:

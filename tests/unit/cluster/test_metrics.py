@@ -49,9 +49,8 @@ def test_a_failed_export_raises_nothing_and_is_the_last(monkeypatch: pytest.Monk
 
 
 def test_phases_without_an_actor_are_zero() -> None:
-    seen = [("drafter", "ngram", "ready")] * 2
-    known = [("drafter", "ngram", "pending"), ("drafter", "ngram", "ready")]
-    rows = controller_rows(seen, known, {"ngram": 3})
+    status = [{"kind": "drafter", "method": "ngram", "phase": "ready"}] * 2
+    rows = list(controller_rows(status, {"ngram": 3}, ["pending", "ready"]))[2:]
     assert [(one.name, one.labels.get("phase"), one.value) for one in rows] == [
         ("specactor_actors", "pending", 0.0),
         ("specactor_actors", "ready", 2.0),

@@ -46,6 +46,13 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "optional: no-such: pip install no-such" in done.output and "torch 2.11" in done.output
 
 
+def test_doctor_names_what_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["transformers>=5.0", "ray[default]>=2.52", "trl<1.17,>=1.16; extra == 'trl'", "absent>=3"]
+    monkeypatch.setattr(doctor, "requires", lambda name: needed)
+    found = {"transformers": "4.40.0", "ray": "2.60.0", "trl": "1.0", "python": "3.11"}
+    assert list(doctor._too_old(found)) == [("transformers", "transformers>=5.0")]
+
+
 def test_a_gpu_without_a_cuda_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpu_memories", lambda: [80 << 30])
     monkeypatch.setattr("torch.version.cuda", None)

@@ -16,7 +16,8 @@ from specactor_ray.controller.reconcile import (
     FailureRecord,
     Remove,
     ReplacementLimits,
-    decide,
+    balance,
+    failed_actors,
     is_given_up,
     record_failure,
 )
@@ -38,22 +39,21 @@ class World:
         self.failing = failing
         self._numbers = itertools.count()
 
-    def decide(self, desired: Desired) -> tuple[list[Remove], list[str]]:
-        return decide(desired, list(self.actors.values()), self.failures, self.now, POLICY)
-
-    def step(self, desired: Desired) -> int:
-        removals, missing = self.decide(desired)
-        for removal in removals:
+    def step(self, desired: Desired) -> tuple[list[Remove], list[str]]:
+        failed = failed_actors(self.actors.values(), self.now, POLICY)
+        for removal in failed:
             actor = self.actors.pop(removal.actor_id)
-            if removal.failed:
-                self.failures[actor.key] = record_failure(self.failures.get(actor.key), self.now, actor)
+            self.failures[actor.key] = record_failure(self.failures.get(actor.key), self.now, actor)
+        surplus, missing = balance(desired, list(self.actors.values()), self.failures, self.now, POLICY)
+        for removal in surplus:
+            del self.actors[removal.actor_id]
         for key in missing:
             name = f"{key}-new{next(self._numbers)}"
             self.actors[name] = ActorState(name, key, since=self.now, created_at=self.now)
         self.now += TICK_S
         for actor in self.actors.values():
             self.age(actor)
-        return len(removals) + len(missing)
+        return [*failed, *surplus], missing
 
     def enter(self, actor: ActorState, phase: Phase) -> None:
         actor.phase, actor.since = phase, self.now
@@ -106,16 +106,16 @@ def test_converges_from_anywhere_and_then_rests(actors: list[ActorState], desire
     world = World(actors)
     verifiers = [actor for actor in actors if actor.key == VERIFIER and actor.phase is Phase.READY]
     healthy = {actor.actor_id for actor in verifiers if actor.silent_s(world.now) < POLICY.health_timeout_s}
-    touched = {removal.actor_id for removal in world.decide(desired)[0]}
-    assert not healthy & touched, "healthy verifiers are never removed"
     for _ in range(80):
         before = {key: world.count(key) for key in KEYS}
-        world.step(desired)
+        removals, _ = world.step(desired)
+        assert not healthy & {removal.actor_id for removal in removals}, "healthy verifiers are never removed"
+        healthy = set()  # those of the beginning: they fall silent later
         assert all(world.count(key) <= max(before[key], desired[key]) for key in KEYS), "never more than wanted"
     for key in ("ngram", "draft_model", "forgotten"):
         assert world.count(key) == world.count(key, Phase.READY) == desired.get(key, 0)
     assert world.count(VERIFIER, Phase.READY) >= desired[VERIFIER]
-    assert all(world.step(desired) == 0 for _ in range(20))
+    assert all(world.step(desired) == ([], []) for _ in range(20))
 
 
 @pytest.mark.parametrize(("quick", "never_started", "created"), [(9, 0, 1), (9, 1, 1), (9, 4, 0)])
@@ -123,7 +123,7 @@ def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started:
     """One that served and died is replaced at once, however often: a request that kills verifiers is found that way."""
     record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0)
     failures = {VERIFIER: record, "ngram": record}
-    assert decide({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == ([], [VERIFIER] * created)
+    assert balance({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == ([], [VERIFIER] * created)
 
 
 def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
@@ -132,11 +132,11 @@ def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
         ready("young", created_at=5.0),
         ActorState("waiting", "ngram", Phase.PENDING, created_at=3.0),
     )
-    actions = decide({VERIFIER: 0, "ngram": 1}, actors, {}, 10.0, POLICY)
+    actions = balance({VERIFIER: 0, "ngram": 1}, actors, {}, 10.0, POLICY)
     assert actions == ([Remove("waiting", "surplus"), Remove("young", "surplus")], [])
 
 
-def test_silent_stuck_and_dead_actors_are_replaced_in_the_same_step() -> None:
+def test_silent_stuck_and_dead_actors_have_failed() -> None:
     actors = (
         ready("silent", VERIFIER, unanswered_since=9.0),
         ready("stuck", VERIFIER, stalled_s=POLICY.stall_timeout_s),
@@ -144,21 +144,18 @@ def test_silent_stuck_and_dead_actors_are_replaced_in_the_same_step() -> None:
         ready("slow", unanswered_since=11.0),
         ActorState("dead", "ngram", Phase.DEAD, error=SpecActorError("killed")),
     )
-    removals = [
+    assert failed_actors(actors, 20.0, POLICY) == [
         Remove("silent", "it gave no answer for 11.0 s", failed=True),
         Remove("stuck", "it was in one step for 300.0 s", failed=True),
         Remove("dead", "killed", failed=True),
     ]
-    made = [VERIFIER, VERIFIER, "ngram"]
-    assert decide({VERIFIER: 3, "ngram": 2}, actors, {}, 20.0, POLICY) == (removals, made)
 
 
 def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> None:
     world = World([], failing=frozenset({"ngram", VERIFIER}))
     desired, starts = {VERIFIER: 1, "ngram": 1, "draft_model": 1}, Counter[str]()
     for _ in range(500):
-        starts.update(world.decide(desired)[1])
-        world.step(desired)
+        starts.update(world.step(desired)[1])
     assert starts["ngram"] == POLICY.max_start_failures
     assert is_given_up("ngram", world.failures["ngram"], POLICY)
     assert not is_given_up(VERIFIER, world.failures[VERIFIER], POLICY)
@@ -171,8 +168,8 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
 )
 def test_waits_before_starts_double_up_to_a_limit(quick: int, wait_s: float) -> None:
     failures = {"ngram": FailureRecord(quick=quick, never_started=0, last_at=100.0)}
-    assert decide({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY)[1] == ["ngram"]
-    assert not wait_s or decide({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY)[1] == []
+    assert balance({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY)[1] == ["ngram"]
+    assert not wait_s or balance({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY)[1] == []
 
 
 def test_actors_that_fail_side_by_side_count_once() -> None:

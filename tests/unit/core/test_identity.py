@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.identity import token_identity
+from specactor_ray.core.identity import is_mixture, token_identity
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import identity_of, start_notes
@@ -35,6 +35,11 @@ def test_identity_holds_where_kernels_do_not_depend_on_the_batch(
     assert found.holds == holds and found.reason
     assert ("up to near-ties" in found.line) == (not holds)
     assert found.to_dict() == {"tokens_identical": holds, "reason": found.reason}
+
+
+def test_mixtures_are_known_by_their_configuration() -> None:
+    assert is_mixture({"num_local_experts": 8}) and is_mixture({"text_config": {"n_routed_experts": 64}})
+    assert not is_mixture({"num_experts": None, "num_local_experts": 0})
 
 
 def test_a_run_says_what_holds() -> None:
