@@ -1,4 +1,4 @@
-"""Attention over pages on CPUs: all rows in one compiled call, each query alone in float32.
+"""Attention over pages on CPUs: all rows in one compiled call, each query alone in float32; and norms and gates.
 
 A query reads its keys in blocks of 64 that begin at fixed positions of its row, and every sum has one order. So the
 bits of an output depend on the query and its own keys alone: not on other rows, the number of queries, the place of
@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.shapes import ROW_BYTES
 from specactor_ray.models.threads import KINDS, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) per thread from which another thread pays: some 10 us."""
+_NUMBERS_PER_THREAD = 100_000
+"""The same for norms and gates, in numbers."""
 _UNBOUNDED = 1 << 40
-_STORE = struct.Struct("=28q")
+_STORE, _NORM, _GATE = struct.Struct("=28q"), struct.Struct("=8qdq"), struct.Struct("=5q")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines `(N, angles)` of one layout; they rotate the pairs (i, i + angles / 2) of a head's numbers."""
@@ -133,6 +136,40 @@ def store_pages(
         *_angles(rotary),
     )  # fmt: skip
     run(compiled().layers.store_pages, call)
+
+
+# ---- operators of `layers.py` ----
+
+GATES = ("silu",)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension. InputError: it is no multiple of 16."""
+    dim = x.shape[-1]
+    if dim % 16 or weight.shape != x.shape[-1:]:
+        raise InputError(f"a norm of {dim} numbers is not compiled")
+    x = x.contiguous()
+    out, count = torch.empty_like(x), x.numel()
+    call = _NORM.pack(
+        0, count // dim, dim, x.data_ptr(), weight.data_ptr(), out.data_ptr(), KINDS[x.dtype], KINDS[weight.dtype],
+        eps, offset,
+    )  # fmt: skip
+    run(compiled().layers.rms_norm, call, _threads(count))
+    return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """`silu(gate) * up` in the memory of `gate`. InputError: the last dimension is no multiple of 16."""
+    count = gate.numel()
+    if gate.shape[-1] % 16:
+        raise InputError(f"a gate of {gate.shape[-1]} numbers is not compiled")
+    call = _GATE.pack(0, count // 16, gate.data_ptr(), up.data_ptr(), KINDS[gate.dtype])
+    run(compiled().layers.silu_gate, call, _threads(count))
+    return gate
+
+
+def _threads(numbers: int) -> int:
+    return min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
 
 
 @functools.cache

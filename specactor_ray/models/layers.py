@@ -2,9 +2,9 @@
 
 In a decode step of a small model the many small operators between linear layers take as long as the linear layers. A
 module is replaced only if a form stands for the source of its class (`sources.py`), and if the form gives the same
-results in one forward at load; any other module stays. The operators are compiled by numba on CPUs (`cpu_layers.py`),
-by Triton on GPUs (`_layers_triton.py`), where layers that read the same input have one product, too. A result depends
-on its own row alone, which is not so for PyTorch's float32 SiLU.
+results in one forward at load; any other module stays. The operators are compiled by numba on CPUs
+(`cpu_attention.py`), by Triton on GPUs (`_layers_triton.py`), where layers that read the same input have one product,
+too. A result depends on its own row alone, which is not so for PyTorch's float32 SiLU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models import cpu_layers
+from specactor_ray.models import cpu_attention
 from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.paged_cache import PagedCache
@@ -30,7 +30,7 @@ _GATES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GE
 def operators(device: torch.device) -> Any:
     """The module of operators for a device."""
     if device.type == "cpu":
-        return cpu_layers
+        return cpu_attention
     from specactor_ray.models import _layers_triton
 
     return _layers_triton
@@ -55,7 +55,7 @@ def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
     for module in ran:
         if forms[module]:
             module.forward = forms[module][0]  # type: ignore[method-assign]
-    if own is not cpu_layers:
+    if own is not cpu_attention:
         join_weights(model)
         _link(model)
         forward()  # compiles what only fused modules call
@@ -121,7 +121,7 @@ def _agrees(form: Any, expected: Any, args: Any, kwargs: Any) -> bool:
 def _forms(module: nn.Module, own: Any) -> Iterator[Any]:
     """Forms that may replace a module."""
     children = dict(module.named_children())
-    linear = {name for name, child in children.items() if own is not cpu_layers or type(child) is PackedLinear}
+    linear = {name for name, child in children.items() if own is not cpu_attention or type(child) is PackedLinear}
     source = source_of(type(module))  # type: ignore[arg-type]
     if "forward" in vars(module) or source is None:  # replaced already, or its computation is unknown
         return
@@ -134,7 +134,7 @@ def _forms(module: nn.Module, own: Any) -> Iterator[Any]:
         yield from [_GatedMlp(module, own, kind)] if kind in own.GATES and linear >= _GatedMlp.LINEAR else []
     elif source in ATTENTIONS and children.keys() - {"q_norm", "k_norm"} == _Attention.LINEAR <= linear:
         yield from [_Attention(module, own)] if hasattr(module, "head_dim") and hasattr(module, "layer_idx") else []
-    elif source in LAYERS and own is not cpu_layers:
+    elif source in LAYERS and own is not cpu_attention:
         yield _Layer(module)
 
 
@@ -155,7 +155,7 @@ class _RmsNorm:
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`x + y`."""
-        if self._own is cpu_layers or x.shape != y.shape or x.dtype != y.dtype:
+        if self._own is cpu_attention or x.shape != y.shape or x.dtype != y.dtype:
             return x + y
         self._read = self._own.rms_norm(x, self.module.weight, self.eps, self.offset, y)
         return self._read[0]
@@ -238,7 +238,7 @@ class _Attention:
     def _head_norms(self) -> Any:
         """Norms that the kernel of the keys computes, too; None: they are modules, or there are none."""
         query, key = (None if norm is None else vars(norm).get("forward") for norm in self._norms)
-        if self._own is cpu_layers or not (isinstance(query, _RmsNorm) and isinstance(key, _RmsNorm)):
+        if self._own is cpu_attention or not (isinstance(query, _RmsNorm) and isinstance(key, _RmsNorm)):
             return None
         alike = (query.eps, query.offset) == (key.eps, key.offset)
         weights = query.module.weight, key.module.weight

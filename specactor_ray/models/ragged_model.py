@@ -125,16 +125,11 @@ class RaggedModel:
             rows: int `(n,)` rows of the cache.
             counts: int64 `(n,)` tokens of each row, at least 1.
             tokens: `(sum(counts),)`: tokens of all rows, row by row.
-            num_logits: int64 `(n,)`: number of each row's last tokens that give logits.
+            num_logits: int64 `(n,)`: number of each row's last tokens that give logits, at most its tokens.
 
         Returns:
             Logits `(sum(num_logits), vocab)`; exported hidden states go to the cache.
-
-        Raises:
-            ValueError: A row has no token, or `num_logits` exceeds its tokens; nothing was appended.
         """
-        if (num_logits > counts).any() or (counts < 1).any():
-            raise ValueError("a row has no token, or asks for more logits than it has tokens")
         padding = self._padding(len(tokens))
         positions = places(self.cache.lengths[rows], counts)
         wanted = places(np.cumsum(counts) - num_logits, num_logits)

@@ -71,6 +71,9 @@ def commit(
     drafted = np.where(failed | (accepted >= lengths), np.minimum(accepted, lengths), drafted)
     starts, lengths, kept = table.committed[rows], lengths.astype(np.int32), column < lengths[:, None]
     tokens = tokens[kept].astype(np.int32)
+    if tops is not None:  # of the positions that count
+        at = places(begins(counts * tops.counts)[:-1], lengths * tops.counts)
+        tops = TopTokens(tops.counts, tops.tokens[at], tops.logprobs[at])
     table.append(rows, lengths, tokens)
     full = table.lengths[rows] >= table.limits[rows]
     finish = np.where(stopped, Finish.STOP, np.where(full, Finish.LENGTH, Finish.RUNNING))
@@ -85,7 +88,7 @@ def commit(
         np.minimum(accepted, lengths).astype(np.int32),
         np.where(failed, Finish.ERROR, finish).astype(np.uint8),
         {int(rows[i]): text for i, text in errors.items() if failed[i]},
-        tops=None if tops is None else _first_positions(tops, counts, lengths),
+        tops=tops,
     )
 
 
@@ -106,9 +109,3 @@ def fewest_first(ends: np.ndarray, starts: np.ndarray, most: int) -> tuple[np.nd
     lengths = lengths[chosen]
     lengths = np.minimum(lengths, most + lengths - np.cumsum(lengths))
     return chosen[lengths > 0], lengths[lengths > 0].astype(np.int32)
-
-
-def _first_positions(tops: TopTokens, had: np.ndarray, lengths: np.ndarray) -> TopTokens:
-    """Reduce `tops` from the first `had` to the first `lengths` positions of each request, `(n,)` each."""
-    at = places(begins(had * tops.counts)[:-1], lengths * tops.counts)
-    return TopTokens(tops.counts, tops.tokens[at], tops.logprobs[at])

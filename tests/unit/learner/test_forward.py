@@ -15,9 +15,8 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import Rendezvous
 from specactor_ray.learner.engine import PolicyModel
-from specactor_ray.learner.trainer import Trainer, attend_as_in_eager_mode
+from specactor_ray.learner.trainer import Trainer, attend_as_in_eager_mode, recompute_layers
 from specactor_ray.models.probe import eager_logprobs
-from specactor_ray.models.training import recompute_layers
 from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model, save_model
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from specactor_ray.models import cpu_layers, sources
+from specactor_ray.models import cpu_attention, sources
 from specactor_ray.models.cpu_attention import store_pages
 from specactor_ray.models.layers import _GatedMlp, _RmsNorm
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
@@ -35,7 +35,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture(params=[1, 3])
 def threads(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(cpu_layers, "_NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_attention, "_NUMBERS_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -49,7 +49,7 @@ def test_norm(dtype: torch.dtype, offset: int, threads: None) -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(48).to(dtype), requires_grad=False)
     x = (torch.randn(2, 50, 48) * 3).to(dtype)
-    norm = _RmsNorm(module, cpu_layers, 1e-5, offset)
+    norm = _RmsNorm(module, cpu_attention, 1e-5, offset)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (module.weight.double() + offset)
     close(norm(x), expected)
@@ -61,7 +61,7 @@ def test_gate(dtype: torch.dtype, threads: None) -> None:
     torch.manual_seed(0)
     module = nn.Module()
     module.gate_proj, module.up_proj, module.down_proj = (nn.Identity() for _ in range(3))
-    mlp = _GatedMlp(module, cpu_layers, "silu")
+    mlp = _GatedMlp(module, cpu_attention, "silu")
     x = torch.cat([torch.randn(60, 48) * 4, torch.tensor([[-1e4, -90, -88, -5, 0, 88, 90, 1e4] * 6])]).to(dtype)
     wide = x.double()
     expected = wide * torch.sigmoid(wide) * wide
