@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, TrainerBackend
@@ -24,7 +23,7 @@ from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, 
 from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, wrong_value_errors
+from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, recompute_layers, wrong_value_errors
 from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
@@ -192,29 +191,3 @@ def _logprobs(policy: PolicyModel, rows: Sequence[np.ndarray]) -> list[np.ndarra
     finally:
         policy.temperature = temperature
     return [found[: len(row) - 1].cpu().numpy() for found, row in zip(scores, rows, strict=True)]
-
-
-def recompute_layers(model: Any) -> None:
-    """Keep only the inputs of decoder layers for the backward pass (gradient checkpointing).
-
-    The model stays in evaluation mode: transformers' own switch needs training mode, which turns dropout and the noise
-    of routers on, so that the update is not that of the policy that the rollout ran.
-
-    Raises:
-        ModelLoadError: The model has no layers that can be computed again.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelLoadError(
-            f"{type(model).__name__} does not support gradient checkpointing. Fix: trainer.gradient_checkpointing=false"
-        )
-    for layer in layers:
-        layer.forward = functools.partial(_recomputed, layer.forward)
-
-
-def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

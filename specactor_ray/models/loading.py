@@ -6,6 +6,7 @@ Every failure is a `ModelLoadError` that names the missing part and the fix.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -250,6 +251,35 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPE_NAMES:
         raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
     return getattr(torch, name)
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep only the inputs of decoder layers for the backward pass (gradient checkpointing).
+
+    The model stays in evaluation mode: transformers' own switch needs training mode, which turns dropout and the noise
+    of routers on, so that the update is not that of the policy that the rollout ran.
+
+    Raises:
+        ModelLoadError: The model has no layers that can be computed again.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelLoadError(
+            f"{type(model).__name__} does not support gradient checkpointing. Fix: trainer.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        layer.forward = functools.partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _require_own_weights(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
