@@ -19,9 +19,9 @@ _PREFIX = "specactor"
 _ACTOR = re.compile(rf"{_PREFIX}::(?P<run>.+)::(?P<actor>.+)")
 
 
-def new_run_name(now: float | None = None) -> str:
-    """`20260131-142501-3f2a`: local date and time (default: now) and a random suffix."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{random_suffix()}"
+def new_run_name() -> str:
+    """`20260131-142501-3f2a`: local date and time and a random suffix."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{random_suffix()}"
 
 
 def random_suffix() -> str:
@@ -29,7 +29,7 @@ def random_suffix() -> str:
     return secrets.token_hex(2)
 
 
-def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = random_suffix) -> str:
+def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str]) -> str:
     """A new incarnation id of `stem`, such as `ngram-1#9c0d`; never one of `taken`."""
     while True:
         actor_id = f"{stem}#{suffix()}"

@@ -15,7 +15,7 @@ from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.metrics import Row, row, verifier_rows
-from specactor_ray.rollout.backlog import Backlog, Batches
+from specactor_ray.rollout.backlog import Backlog
 from specactor_ray.rollout.journal import MAX_UNCONFIRMED, Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
 from specactor_ray.transport.messages import Finished, Progress, PromptScores, Refused, ToRollout
@@ -83,11 +83,6 @@ class Dispatcher:
         """Whether nothing runs or waits, and all cancellations have arrived."""
         return not self.journal.entries and not self._ended and not self.verifiers.has_notices
 
-    @property
-    def waiting(self) -> int:
-        """Number of requests outside of streams that wait to begin."""
-        return self.backlog.single
-
     def metric_rows(self, verifiers: bool) -> Iterator[Row]:
         """Metrics of the requests, and the latest ones of the verifiers; for any thread."""
         journal = self.journal
@@ -133,7 +128,9 @@ class Dispatcher:
                 self._release_all(*gone)
             if self.backlog:
                 now = self._clock.now()
-                self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
+                names = [name for name, link in self._links.items() if link.is_open(now)]
+                for verifier_id, batch in self.backlog.hand_out(names).items():
+                    self.verifiers.submit(self._links[verifier_id], batch)
             self.verifiers.poll(is_read)
         self._look_after_requests()
         if not self._ended:
@@ -175,10 +172,6 @@ class Dispatcher:
     def is_drained(self) -> bool:
         """While held: whether no request has a verifier, or gets one before `backlog.release`."""
         return self.backlog.is_frozen or not self.journal.begun
-
-    def _submit(self, batches: Batches) -> None:
-        for verifier_id, batch in batches.items():
-            self.verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
         """Take back requests that have not arrived at their verifier, as far as this process can determine."""

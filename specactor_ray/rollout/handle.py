@@ -68,16 +68,12 @@ class Handle:
 
     def tokens(self) -> Iterator[Token]:
         """Yield the committed tokens one by one as they arrive. Raises as `result`."""
-        ready, at = self._thread.clock.event(), 0
+        ready = self._thread.clock.event()
         with self._read_by((None, ready)):
-            while True:
-                ready.clear()
-                fresh, ended = self._fresh(at)
-                yield from fresh
-                at += len(fresh)
-                if ended:
-                    return
-                if not fresh:
+            for fresh in self._parts(ready):
+                if fresh:
+                    yield from fresh
+                else:
                     ready.wait()
 
     def __await__(self) -> Generator[Any, None, Trajectory]:
@@ -87,17 +83,12 @@ class Handle:
 
     async def batches(self) -> AsyncIterator[list[Token]]:
         """Yield the committed tokens as they arrive; tokens that arrived together are one list."""
-        ready, at = asyncio.Event(), 0
+        ready = asyncio.Event()
         with self._read_by((asyncio.get_running_loop(), ready)):
-            while True:
-                ready.clear()
-                fresh, ended = self._fresh(at)
+            for fresh in self._parts(ready):
                 if fresh:
                     yield fresh
-                at += len(fresh)
-                if ended:
-                    return
-                if not fresh:
+                else:
                     await ready.wait()
 
     def push(self, entry: JournalEntry) -> Sequence[Reader]:
@@ -130,6 +121,16 @@ class Handle:
             yield
         finally:
             self._readers.remove(reader)
+
+    def _parts(self, ready: Any) -> Iterator[list[Token]]:
+        """Yield the tokens that have arrived, up to the end; nothing when the reader must wait for the event."""
+        at, ended = 0, False
+        while not ended:
+            ready.clear()
+            fresh, ended = self._fresh(at)
+            at += len(fresh)
+            if fresh or not ended:
+                yield fresh
 
     def _fresh(self, at: int) -> tuple[list[Token], bool]:
         """Tokens from number `at` on, and whether they are the last."""

@@ -112,7 +112,7 @@ class RequestQueue:
         stops = self._stops(sampling)
         self.wake_verifiers()
         with self._lock:
-            if self._arriving + self.dispatcher.waiting >= self.max_waiting:
+            if self._arriving + self.dispatcher.backlog.single >= self.max_waiting:
                 raise OverloadedError(f"{self.max_waiting} requests wait already; try again later")
             self._numbers += 1
             key = f"request-{self._numbers}"

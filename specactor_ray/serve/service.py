@@ -132,7 +132,7 @@ class Service:
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting requests."""
         total = len(self.queue.running())
-        waiting = min(total, self.queue.dispatcher.waiting)
+        waiting = min(total, self.queue.dispatcher.backlog.single)
         return total - waiting, waiting
 
     # ---- fields of requests ----

@@ -57,7 +57,7 @@ class ScriptedQueue:
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
         self.error, self.finish_reason = "", "length"
-        self.dispatcher = SimpleNamespace(waiting=0)
+        self.dispatcher = SimpleNamespace(backlog=SimpleNamespace(single=0))
 
     def submit(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> Handle:
         assert sampling is not None

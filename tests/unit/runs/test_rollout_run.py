@@ -37,28 +37,6 @@ from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_target
 
 
-class TestWriter:
-    def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "trajectories.jsonl"
-        writer = TrajectoryWriter(tmp_path)
-        for number in range(3):
-            writer.write({"n": number, "text": "é\ud800"})
-            assert not path.exists()
-            lines = writer.partial.read_bytes().splitlines()
-            assert [json.loads(line)["n"] for line in lines] == list(range(number + 1))
-        writer.complete()
-        assert len(path.read_text().splitlines()) == 3 and not writer.partial.exists()
-        assert json.loads(path.read_text().splitlines()[0])["text"] == "é\ud800"
-
-    def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
-        partial = tmp_path / "trajectories.jsonl.partial"
-        partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
-        writer = TrajectoryWriter(tmp_path)
-        assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
-        writer.write({"n": 2})
-        assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
-
-
 class FakeRollout:
     """Stands in for `Rollout`: yields what the test scripted, or raises it."""
 
