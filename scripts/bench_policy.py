@@ -28,8 +28,7 @@ from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.simulation.comparison import Job, run_jobs
-from specactor_ray.simulation.rollouts import Result
+from specactor_ray.simulation.comparison import Job, Result, run_jobs
 
 SCENARIOS = Path(__file__).parents[1] / "conf" / "simulation"
 ONE, TWO = SCENARIOS / "qwen32b_5xh100.yaml", SCENARIOS / "equal_drafters_6xh100.yaml"

@@ -10,7 +10,7 @@ import numpy as np
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.chains import GAPS
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
-from specactor_ray.simulation.text import GeneratedText
+from specactor_ray.simulation.world import GeneratedText
 
 VOCABULARY = 1000
 _RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))

@@ -1,14 +1,17 @@
-"""Comparison of variants of one scenario, at one or several values of one of its keys, each in its own process."""
+"""Rollouts on a virtual cluster: variants of one scenario, at one or several values of one of its keys, each in its own
+process."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -16,17 +19,143 @@ from typing import Any
 from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import blocked
-from specactor_ray.simulation.cluster import silence
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.simulation.cluster import VirtualRun, silence
 from specactor_ray.simulation.kernel import SimulationError
-from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.scenario import load_scenario, variant_of
+from specactor_ray.simulation.network import Node
+from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
+from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, build_world, draw_lengths, num_requests
+from specactor_ray.startup.machine import devices_of
+
+_STANDSTILL_S = 3600.0
+"""Virtual seconds without a finished request after which a run counts as endless."""
+_REPORT_S = 0.5
+"""Virtual seconds between reports of progress."""
+_FIGURES = (
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
+    *("tokens_per_s_and_device", "ended_s", "events"),
+)
+"""Attributes of a `Result` in reports."""
+
+
+@dataclass
+class Result:
+    """Result of one variant of a scenario."""
+
+    variant: str
+    mode: str
+    devices: float
+    """GPUs (or, without any, CPU cores) of verifiers and draft actors together."""
+    draft_devices: float
+    rollout_s: float = 0.0
+    """Virtual seconds."""
+    tokens: int = 0
+    ended_s: list[float] = field(default_factory=list)
+    """End of each request since the begin of the rollout."""
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    events: int = 0
+    digest: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of the whole simulated part."""
+        return self.tokens / self.rollout_s if self.rollout_s else 0.0
+
+    @property
+    def tokens_per_s_and_device(self) -> float:
+        return self.tokens_per_s / max(self.devices, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures as plain data."""
+        return {
+            **{name: getattr(self, name) for name in _FIGURES},
+            "acceptance_length": self.metrics.acceptance_length,
+            "supply": self.metrics.supply,
+            "digest": f"{self.digest:08x}",
+        }
+
+
+class SimulatedRollouts(VirtualRun):
+    """The rollout of one variant. Raises ConfigError as `build_world`."""
+
+    def __init__(self, variant: str, scenario: ScenarioConfig) -> None:
+        machines, network = scenario.machines, scenario.network
+        nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
+        super().__init__(scenario.config, build_world(scenario), nodes, scenario.seed)
+        self.scenario = scenario
+        call_s = network.call_ms / 1e3
+        self.network.latency_s = (call_s * (1.0 - network.jitter), call_s * (1.0 + network.jitter))
+        target, devices = scenario.config.target, devices_of(scenario.config)
+        total, each = (devices.gpus, target.gpus) if target.gpus else (devices.cores, target.cores)
+        self.result = Result(variant, scenario.config.mode.value, total, total - target.replicas * each)
+        workload = scenario.workload
+        self._tokens = sum(draw_lengths(workload, workload.requests, f"lengths {scenario.seed} 0"))
+        self._done = False
+
+    def run(self, on_progress: Callable[[float], None] = lambda share: None) -> Result:
+        """Simulate the rollout; `on_progress` is called with the share of it that is done. Raises SimulationError if
+        the run cannot end, or the package raised an error."""
+        kernel, result = self.kernel, self.result
+        kernel.spawn(self._drive, "main", self.driver.process)
+        ended, changed_s = 0, 0.0
+        while not self._done and not kernel.crashes and kernel.now < changed_s + _STANDSTILL_S:
+            kernel.run(until=kernel.now + _REPORT_S, done=lambda: self._done or bool(kernel.crashes))
+            on_progress(self._share())
+            if ended != len(result.ended_s):
+                ended, changed_s = len(result.ended_s), kernel.now
+        for name, crash in kernel.crashes:
+            raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
+        if not self._done:
+            raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
+        result.events, result.digest = kernel.events, kernel.digest
+        return result
+
+    def _share(self) -> float:
+        """Share of the output tokens that are there; those of requests that begin at the end of a run do not count."""
+        there = self.queues[0].dispatcher.journal.committed_tokens if self.queues else 0
+        return min(there / self._tokens, 1.0)
+
+    # ---- the driver ----
+
+    def _drive(self) -> None:
+        self.start_run()
+        journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
+        self._stream(begin)
+        result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
+        result.metrics = self.queue.metrics()
+        self.shut_down()
+        self._done = True
+
+    def _stream(self, begin: float) -> None:
+        stream = self.stream(self.entries())
+        for entry in stream:
+            assert entry.finished is not None
+            if entry.finished.error:
+                raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
+            self.result.ended_s.append(self.clock.now() - begin)
+            if len(self.result.ended_s) >= self.scenario.workload.requests:
+                break
+        stream.close()
+        if self.queue.dispatcher.reissues:
+            raise SimulationError("verifiers were lost without a fault")
+
+    # ---- requests ----
+
+    def entries(self) -> list[JournalEntry]:
+        workload, seed = self.scenario.workload, self.scenario.seed
+        rng, prompt, entries = random.Random(f"prompts {seed} 0"), tuple[int, ...](), list[JournalEntry]()
+        for index in range(num_requests(self.scenario)):
+            if index % workload.group == 0:
+                prompt = tuple(rng.randrange(GeneratedText.vocab_size) for _ in range(workload.prompt_tokens))
+            sampling = SamplingParams(max_tokens=workload.max_tokens, seed=FIRST_SEED + index)
+            entries.append(JournalEntry(f"0/{index}", prompt, sampling))
+        return entries
+
 
 _POLL_S = 0.5
-"""Seconds between reports of progress."""
-_shares = list[Any]()
-"""In a process of the pool: the array of finished shares of all jobs."""
-
-
+"""Longest wait until a signal is handled."""
 Job = tuple[Path, Sequence[str], str]
 """One variant of a scenario to simulate: file, `KEY=VALUE` items that hold for all variants, and its name."""
 
@@ -102,7 +231,7 @@ def run_jobs(
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
-        on_progress: Called with the number of finished jobs, plus the finished shares of running ones.
+        on_progress: Called with the number of finished jobs, plus the finished share of one that runs in this process.
 
     Raises:
         UserError, SimulationError: The error of a job.
@@ -122,18 +251,16 @@ def run_jobs(
 def _run_in_processes(jobs: Sequence[Job], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
     others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
-    context = multiprocessing.get_context("spawn")
-    shares = context.RawArray("d", len(jobs))
-    with ProcessPoolExecutor(processes, context, _start_process, (shares,)) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), silence) as pool:
         with blocked(signal.SIGINT):  # the processes inherit it: the Ctrl-C of their terminal is handled here
-            futures = [pool.submit(_run_in_process, job, number) for number, job in enumerate(jobs)]
+            futures = [pool.submit(simulate_variant, *job) for job in jobs]
         try:
             pending = set(futures)
             while pending:
                 finished, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
                 for future in finished:
                     future.result()
-                on_progress(sum(shares))
+                on_progress(len(jobs) - len(pending))
         except BrokenProcessPool:
             problem = "a process died (killed for memory?)"
             raise SpecActorError(f"{problem}; run fewer variants (--compare) or --processes 1") from None
@@ -142,18 +269,6 @@ def _run_in_processes(jobs: Sequence[Job], processes: int, on_progress: Callable
                 child.terminate()
             pool.shutdown(cancel_futures=True)
     return [future.result() for future in futures]
-
-
-def _start_process(shares: Any) -> None:
-    """Keep the common shares of finished work, in a process of the pool."""
-    _shares[:] = [shares]
-    silence()
-
-
-def _run_in_process(job: Job, number: int) -> Result:
-    result = simulate_variant(*job, lambda share: _shares[0].__setitem__(number, share))
-    _shares[0][number] = 1.0
-    return result
 
 
 def simulate_variant(

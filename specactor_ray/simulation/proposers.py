@@ -13,8 +13,7 @@ from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
 from specactor_ray.draft.rows import BatchProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
-from specactor_ray.simulation.text import guesses
-from specactor_ray.simulation.world import World
+from specactor_ray.simulation.world import World, guesses
 
 _PAGE = 256
 """Tokens per page of a GPU's cache."""

@@ -69,7 +69,7 @@ class WorkloadConfig:
 
 @dataclass
 class SkillConfig:
-    """Accuracy of a draft method, given that it was right so far; see `text.GeneratedText`."""
+    """Accuracy of a draft method, given that it was right so far; see `world.GeneratedText`."""
 
     method: str = "draft_model"
     """Draft method, as in `config.drafters`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specactor_ray.simulation.comparison import choose_variants, run_jobs
-from specactor_ray.simulation.rollouts import Result
+from specactor_ray.simulation.comparison import Result, choose_variants, run_jobs
 
 SMALL = """
 description: Two verifiers and a drafter

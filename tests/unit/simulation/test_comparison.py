@@ -50,6 +50,10 @@ def simulate(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["simulate", "run", "--processes", "1", *map(str, arguments)])
 
 
+def die(*job: Any) -> None:
+    os._exit(3)
+
+
 class TestComparing:
     def test_every_variant_ends_its_requests_in_the_order_of_the_names(
         self, scenario: Path, found: dict[str, Any]
@@ -89,7 +93,7 @@ class TestComparing:
         path = write_scenario(tmp_path, SMALL + "  long: [workload.max_tokens=200000]\n")
         with pytest.raises(ConfigError, match=r"workload\.max_tokens: .* 200,032 tokens, .* its context 100,000"):
             compare(path, names=["long", "plain"], processes=2)
-        monkeypatch.setattr(comparison, "simulate_variant", lambda *_: os._exit(3))
+        monkeypatch.setattr(comparison, "simulate_variant", die)
         with pytest.raises(SpecActorError, match=r"a process died .*--processes 1"):
             compare(path, names=["plain", "coupled"], processes=2)
 

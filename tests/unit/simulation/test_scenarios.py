@@ -85,12 +85,12 @@ def test_every_variant_has_costs_and_a_cache_for_its_requests(path: Path) -> Non
 def test_a_set_draft_token_keeps_what_rows_and_context_add() -> None:
     path = FOLDER / "qwen32b_5xh100.yaml"
     usual, set_by_hand = (
-        build_world(variant_of(path, items, "decoupled")).draft_time("draft_model")
+        build_world(variant_of(path, items, "decoupled")).draft_time("draft_model").forward
         for items in ([], ["skills.0.forward_ms=2.8"])
     )
-    assert set_by_hand.seconds(1, 0, 0, 0) == pytest.approx(2.8e-3) != pytest.approx(usual.seconds(1, 0, 0, 0))
-    added = set_by_hand.seconds(64, 90_000, 90_000, 0) - usual.seconds(64, 90_000, 90_000, 0)
-    assert added == pytest.approx(2.8e-3 - usual.seconds(1, 0, 0, 0))
+    assert set_by_hand(1, 1, 0, 0) == pytest.approx(2.8e-3) != pytest.approx(usual(1, 1, 0, 0))
+    added = set_by_hand(64, 64, 90_000, 0) - usual(64, 64, 90_000, 0)
+    assert added == pytest.approx(2.8e-3 - usual(1, 1, 0, 0))
 
 
 def test_the_published_point_of_ssd() -> None:

@@ -1,4 +1,4 @@
-"""A start that is changed while it runs, on the virtual cluster: scaled, with losses, shut down."""
+"""Starts on the virtual cluster: with losses, and without room for all actors."""
 
 from __future__ import annotations
 
@@ -87,20 +87,6 @@ class Start:
         return over[0]
 
 
-def test_scaling_takes_effect_once_the_run_has_started() -> None:
-    start, seen = Start(), list[set[tuple[str, str]]]()
-
-    def look() -> None:
-        seen.append({(row["phase"], row["note"]) for row in start.status("drafter")})
-
-    def then() -> None:
-        start.run.clock.sleep(2.0 * LOADING_S)
-        assert [row["phase"] for row in start.status("drafter")] == ["ready"] * 3
-
-    assert start.play([(2.0, lambda: start.scale(ngram=3)), (5.0, look)], then) is None
-    assert seen == [{("starting", "it loads")}]
-
-
 def test_what_is_scaled_up_beyond_the_room_stays_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     start, warnings = Start(cpus=3.0), list[str]()
     monkeypatch.setattr(fleet.logger, "warning", lambda text, *values: warnings.append(text % values))
@@ -127,9 +113,3 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_a_few_times(kind: s
     error = start.play([(float(seconds), lambda: start.kill(kind)) for seconds in range(2, 40, 2)])
     assert error is not None and not isinstance(error, UserError) and start.killed[-1] in str(error)
     assert len(start.killed) == ReplacementLimits().max_start_failures
-
-
-def test_a_run_that_is_shut_down_while_it_starts_leaves_nothing() -> None:
-    start, gone = Start(), list[bool]()
-    assert start.play([(4.0, lambda: gone.append(start.run.ask("shutdown")))]) is not None
-    assert gone == [True] and not start.run.machines.groups
