@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +35,7 @@ class LoopActor(Generic[L]):
         self._thread: Thread | None = None
         self._lock = threading.Lock()
         """Guards the start, and the list of peers against older ones that come late."""
-        self._peers_version = -1
+        self._peers_version, self._links = -1, dict[str, Any]()
 
     def start(self) -> None:
         """Bind the cores, load the model, start the loop. Idempotent."""
@@ -75,12 +75,17 @@ class LoopActor(Generic[L]):
     def _make_loop(self) -> L:
         raise NotImplementedError
 
-    def _take_version(self, version: int) -> bool:
-        """Whether a list of peers is no older than the last one; the lock is held."""
-        if version < self._peers_version:
-            return False
-        self._peers_version = version
-        return True
+    def _link(self, peer: Any) -> Any:
+        """The link to a peer, by what the controller sends of it."""
+        raise NotImplementedError
+
+    def _set_peers(self, version: int, peers: Mapping[str, Any], use: Callable[[Mapping[str, Any]], None]) -> None:
+        """Use links to these peers alone; a list that is older than the last is ignored."""
+        with self._lock:
+            if version >= self._peers_version:
+                self._peers_version = version
+                self._links = {name: self._links.get(name) or self._link(peer) for name, peer in peers.items()}
+                use(self._links)
 
     def _do(self, command: Future[None]) -> None:
         self._host.clock.result(command, COMMAND_TIMEOUT_S)
@@ -146,16 +151,12 @@ class VerifierActor(LoopActor[VerifyLoop]):
         return first, events, loop.snapshot()
 
     def set_drafters(self, version: int, endpoints: Sequence[DraftEndpoint]) -> None:
-        """The complete list of draft actors; one that is older than the last is ignored."""
-        loop = self._running()
-        with self._lock:
-            if self._take_version(version):
-                known = loop.drafter_links
-                loop.set_drafters({one.actor_id: known.get(one.actor_id) or self._link(one) for one in endpoints})
+        """The complete list of draft actors."""
+        self._set_peers(version, {one.actor_id: one for one in endpoints}, self._running().set_drafters)
 
-    def _link(self, endpoint: DraftEndpoint) -> DrafterLink:
-        send = self._host.calls.sender(endpoint.handle, "deliver")
-        return DrafterLink(endpoint.drafter, Link(send, clock=self._host.clock))
+    def _link(self, peer: DraftEndpoint) -> DrafterLink:
+        send = self._host.calls.sender(peer.handle, "deliver")
+        return DrafterLink(peer.drafter, Link(send, clock=self._host.clock))
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         """Add outputs of other verifiers to the histories of this process's lookups."""
@@ -174,10 +175,6 @@ class VerifierActor(LoopActor[VerifyLoop]):
 
 class DraftActor(LoopActor[DraftLoop]):
     """Hosts one proposer."""
-
-    def __init__(self, spec: ActorSpec, host: ActorHost | None = None) -> None:
-        super().__init__(spec, host)
-        self._links: dict[str, Link[TailBatch]] = {}
 
     def _make_loop(self) -> DraftLoop:
         spec, host = self._spec, self._host
@@ -199,12 +196,8 @@ class DraftActor(LoopActor[DraftLoop]):
         self._running().deliver(message)
 
     def set_verifiers(self, version: int, handles: Mapping[str, Any]) -> None:
-        """The complete list of verifiers, id → actor handle; one that is older than the last is ignored."""
-        loop = self._running()
-        with self._lock:
-            if self._take_version(version):
-                self._links = {name: self._links.get(name) or self._link(handles[name]) for name in handles}
-                loop.set_verifiers(self._links)
+        """The complete list of verifiers, id → actor handle."""
+        self._set_peers(version, handles, self._running().set_verifiers)
 
-    def _link(self, verifier: Any) -> Link[TailBatch]:
-        return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
+    def _link(self, peer: Any) -> Link[TailBatch]:
+        return Link(self._host.calls.sender(peer, "deliver"), clock=self._host.clock)
