@@ -20,10 +20,9 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.operations import ask
 from specactor_ray.rollout.queue import RequestQueue
-from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process
+from specactor_ray.simulation.models import SimulatedEngine, SimulatedProposer
 from specactor_ray.simulation.network import Network, Node, VirtualActor
-from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.verify.drafting import Drafting
 

@@ -13,7 +13,7 @@ from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.cluster import SimulatedHost
-from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.models import SimulatedEngine
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
 from specactor_ray.table.view import TableView

@@ -17,7 +17,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.rows import RowProposer
 from specactor_ray.draft.runner import DraftRunner
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.proposers import SimulatedProposer
+from specactor_ray.simulation.models import SimulatedProposer
 from specactor_ray.simulation.world import World
 from tests.by_name import ByName
 from tests.fakes import own_proposers as own

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.proposers import SimulatedProposer
+from specactor_ray.simulation.models import SimulatedEngine, SimulatedProposer
 from specactor_ray.simulation.scenario import PythonConfig, SkillConfig, WorkloadConfig
 from specactor_ray.simulation.world import NO_GUESS, DraftTime, GeneratedText, World, draw_lengths, linear
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from tests.batches import news, opening
 from tests.by_name import ByName
+from tests.fakes.virtual import Bench
+from tests.number_text import HashedText
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200
@@ -275,3 +278,28 @@ def test_lengths_are_log_normal_and_cut() -> None:
     assert sorted(lengths)[2000] == pytest.approx(500, rel=0.05)
     assert max(lengths) == 2000 and min(lengths) >= 1
     assert set(draw_lengths(WorkloadConfig(median_tokens=64, sigma=0.0), 10, "x")) == {64}
+
+
+class Broken(SimulatedProposer):
+    """As after an error of the device: no draft step works any more."""
+
+    def extend(self) -> np.ndarray:
+        self._clock.work(0.1)
+        if self._generations.any():
+            raise RuntimeError("CUDA error")
+        return np.zeros(0, np.int32)
+
+
+def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
+    bench = Bench()
+    loop = DraftLoop("ngram-0", Broken("ngram", bench.clock, World(HashedText())), bench.clock)
+
+    def open_again_and_again() -> bool:
+        thread = bench.clock.spawn(loop.run, "draft")
+        for number in range(20):
+            loop.deliver(news([opening(number)]))
+            bench.clock.sleep(1.0)
+        return thread.is_alive()
+
+    assert not bench.run(open_again_and_again)
+    assert loop.snapshot()["failures"] == 8
