@@ -86,3 +86,17 @@ def test_special_tokens_of_a_text_have_their_place() -> None:
     (choice,) = ask(prompt="<|user|>hi", echo=True, max_tokens=0, logprobs=0)["choices"]
     assert choice["text"] == "<|user|>hi" and "".join(choice["logprobs"]["tokens"]) == "<|user|>hi"
     assert choice["logprobs"]["text_offset"][:2] == [0, 8]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/inference/v1/generate"])
+def test_log_probabilities_of_a_prompt_have_vllms_form(path: str) -> None:
+    options = {"max_tokens": 1, "prompt_logprobs": 0}
+    body = {PATH: {"prompt": [11, 12, 13]}, "/inference/v1/generate": {"token_ids": [11, 12, 13]}}.get(path)
+    body = body or {"messages": [{"role": "user", "content": "a"}]}
+    answer = post(
+        path, body | ({"sampling_params": options} if "token_ids" in body else options), ScoringQueue()
+    ).json()
+    first, *others = (answer["choices"][0] if path == PATH else answer)["prompt_logprobs"]
+    values = [one["logprob"] for found in others for one in found.values()]
+    assert first is None and values == [-1.0 - at for at in range(len(values))] and len(values) >= 2
+    assert path != PATH or [[*found] for found in others] == [["12"], ["13"]]
