@@ -1,8 +1,10 @@
-"""Children of a process are found while it lives, known for themselves after it was killed, and ended."""
+"""Children of a process are found while it lives, known for themselves after it was killed, and ended; processes of Ray
+end with their raylet."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -51,3 +53,24 @@ def test_children_outlive_a_killed_parent_and_are_known() -> None:
             child.kill()
         parent.kill()
         parent.communicate()
+
+
+ACTOR = """
+import os, time
+from specactor_ray.cluster import backend
+backend._RAYLET_CHECK_S = 0.05
+backend.end_with_raylet()
+print("watches", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_raylet_that_is_not_reaped_ends_its_actors() -> None:
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        environment = {**os.environ, "RAY_RAYLET_PID": str(raylet.pid)}
+        command = [sys.executable, "-c", ACTOR]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as actor:
+            assert actor.stdout is not None and actor.stdout.readline() == "watches\n"
+            assert actor.poll() is None
+            os.kill(raylet.pid, signal.SIGKILL)  # this process does not reap it before the end
+            assert actor.wait(timeout=120) == 1
