@@ -15,14 +15,11 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.prompts import encode_prompt
-from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations, Episode
@@ -36,10 +33,9 @@ SEED = 7
 
 
 class Scripted:
-    """A request queue that says what a function of the prompt and the parameters makes of them; a rollout with it."""
+    """A rollout and its queue: it says what a function of the prompt and the parameters makes of them."""
 
-    clock, generate, begin = SYSTEM, RequestQueue.generate, RequestQueue.begin
-    _asleep, max_waiting = False, 3
+    max_waiting = 3
     """Conversations at once; most tests have more."""
 
     def __init__(self, says: Callable[[list[int], SamplingParams], str]) -> None:
@@ -47,16 +43,13 @@ class Scripted:
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self._says = says
 
-    def submit(self, prompt: Any, sampling: Any = None, *, session: str | None = None, **options: Any) -> Handle:
-        self.asked.append((prompt, sampling, session or ""))
+    async def generate(self, prompt: list[int], sampling: SamplingParams, *, session: str) -> Trajectory:
+        self.asked.append((prompt, sampling, session))
         text, eos = self._says(prompt, sampling), self.tokenizer.eos_token_id
-        thread: Any = self
-        handle = Handle(thread, lambda output: output, "request")
         if text == "lost":
-            handle.end(ActorLostError("no verifier"))
-            return handle
+            raise ActorLostError("no verifier")
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], eos][: sampling.max_tokens]
-        turn = trajectory(
+        return trajectory(
             ids,
             logprobs=tuple(-0.1 * (number + 1) for number in range(len(ids))),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -65,10 +58,6 @@ class Scripted:
             error="no room" if text == "fails" else "",
             weight_version=4,
         )
-        handle.end(turn)
-        return handle
-
-    def drop(self, key: str) -> None: ...
 
 
 def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:
