@@ -246,6 +246,15 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> No
         assert_close(after, weights_of(ranks), atol=1e-6)
 
 
+def test_a_step_is_done_once() -> None:
+    with ForkedRanks(settings()) as ranks:
+        first = ranks.update(make_samples(8), 0, 0)
+        weights = weights_of(ranks)
+        assert ranks.update(make_samples(8, seed=1), 0, 0) == first, "as when its answer was lost"
+        assert_close(weights, weights_of(ranks), atol=0.0)
+        assert ranks.update(make_samples(8, seed=1), 1, 0) != first
+
+
 class Evil:
     """Runs code when it is unpickled."""
 
