@@ -51,16 +51,11 @@ class Output:
     """The most probable tokens of each position, if they were asked for."""
 
 
-@dataclass
-class Stepped:
-    """A step's outputs, by request."""
-
-    result: StepResult
-    outputs: list[Output]
-
-
 class Driver:
     """An engine and its table, with requests by name. Other attributes are those of the engine."""
+
+    result = StepResult()
+    """Of the last step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.table = engine, engine.table
@@ -97,11 +92,11 @@ class Driver:
         assert rows.dtype == np.int32
         return [self.requests[row].request_id for row in rows.tolist()]
 
-    def step(self, tails: Mapping[str, Tail] | None = None) -> Stepped:
+    def step(self, tails: Mapping[str, Tail] | None = None) -> list[Output]:
         drafts = Drafts.of({self.row(name): tail for name, tail in (tails or {}).items()})
-        result = self.engine.step(drafts, 0 if tails is None else 64)
-        assert isinstance(result, StepResult)
-        return Stepped(result, list(self._outputs(result)))
+        self.result = self.engine.step(drafts, 0 if tails is None else 64)
+        assert isinstance(self.result, StepResult)
+        return list(self._outputs(self.result))
 
     def _outputs(self, result: StepResult) -> Iterator[Output]:
         integers = (result.rows, result.starts, result.lengths, result.tokens, result.drafted, result.accepted)
@@ -159,14 +154,14 @@ class Collected:
     def step(self, engine: Driver, tails: Mapping[str, Tail] | None = None) -> None:
         """One step of the engine."""
         names = {row: request.request_id for row, request in engine.requests.items()}
-        stepped = engine.step(tails)
-        self.prefilled += stepped.result.num_prefill_tokens
-        for row, start, states in stepped.result.states.split() if stepped.result.states is not None else ():
+        outputs, result = engine.step(tails), engine.result
+        self.prefilled += result.num_prefill_tokens
+        for row, start, states in result.states.split() if result.states is not None else ():
             self.states.setdefault(names[row], []).append((start, states))
-        for row, values in stepped.result.prompt_logprobs.items():
+        for row, values in result.prompt_logprobs.items():
             assert values.dtype == np.float32
             self.prompt_logprobs[names[row]] = values
-        for output in stepped.outputs:
+        for output in outputs:
             self._take(output)
 
     def _take(self, output: Output) -> None:

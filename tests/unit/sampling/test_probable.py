@@ -48,13 +48,3 @@ def test_they_are_those_of_the_softmax_and_ties_go_by_id() -> None:
             token, logprob = int(found.tokens[i, j]), float(np.float32(found.logprobs[i, j]))
             assert own.get(token, logprob) == logprob, "the sampled token has one log-probability"
     assert end == len(tops.tokens) == len(tops.logprobs)
-
-
-def test_nothing_is_done_where_none_are_asked_for() -> None:
-    rules, slots = Rules(2), np.arange(2)
-    rules.write([0, 1], [SamplingParams(logprobs=3), SamplingParams()], [0, 0])
-    logits = torch.randn(1, 50)
-    found = verify_arrays(logits, slots[:1], np.zeros(2, np.int64), np.zeros(0, np.int32), slots[:1], slots[1:], rules)
-    assert most_probable(logits, slots[:1], found, slots[1:], rules) is None
-    rules.write([0], [SamplingParams()], [0])
-    assert not rules.any_tops

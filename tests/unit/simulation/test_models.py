@@ -135,17 +135,17 @@ class TestEngine:
         one = Engine({1: 5}, slowness=2.0, python=(1e5, 0.0, 0.0))
         one.add(1)
         one.engine.engine.speculates = lambda: True
-        found = []
+        results, accepted = [], []
 
         def script() -> None:
-            found.append(one.engine.step())  # prefills, and gives the first token
-            found.append(one.engine.step({"1": list(one.tokens(1)[1:3])}))
+            for tails in (None, {"1": list(one.tokens(1)[1:3])}):  # prefills, and gives the first token
+                accepted.append([output.num_accepted for output in one.engine.step(tails)])
+                results.append(one.engine.result)
 
         assert one.run(script) == pytest.approx(2.0 * (1.010 + 1.003 + 0.1))
-        results = [step.result for step in found]
         assert [(r.num_prefill_tokens, r.num_tokens) for r in results] == [(10, 10), (0, 3)]
         assert [r.forward_s for r in results] == pytest.approx([2.02, 2.006])
-        assert [output.num_accepted for output in found[1].outputs] == [2]
+        assert accepted[1] == [2]
 
     def test_a_full_cache_takes_from_the_newest_which_is_prefilled_again(self) -> None:
         one = Engine({1: 60, 2: 60}, cache_tokens=100)
@@ -155,11 +155,10 @@ class TestEngine:
 
         def script() -> None:
             while one.engine.has_work():
-                stepped = one.engine.step()
-                result = stepped.result
+                outputs, result = one.engine.step(), one.engine.result
                 rows.append((result.num_tokens - result.num_prefill_tokens, result.num_prefill_tokens))
                 assert one.engine.cached_tokens <= 100 + 2
-                ended.extend(output.request_id for output in stepped.outputs if output.finish_reason)
+                ended.extend(output.request_id for output in outputs if output.finish_reason)
 
         one.run(script)
         assert ended == ["1", "2"]
