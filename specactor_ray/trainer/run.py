@@ -88,14 +88,14 @@ def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Co
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.conversations import Conversations
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
-        from specactor_ray.trainer.trainer_ranks import TrainerGroup
+        from specactor_ray.trainer.trainer_ranks import trainer_group
 
     show = partial(say, console)
     with contextlib.ExitStack() as parts:
         record = StepRecorder(config, run, show, console.width)
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=record.show_progress))
         rollout = parts.enter_context(Rollout(resolved))
-        trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
+        trainer = parts.enter_context(trainer_group(config, rollout.run_name, run.checkpoint))
         parts.enter_context(record.open(rollout))
         if config.environment.name is None:
             workers = parts.enter_context(reward_pool(config.reward, config.reward.workers))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -179,82 +180,68 @@ def _size(file: Path) -> int | None:
         return None
 
 
-class TrainerGroup(TrainerRanks):
-    """Places and starts the ranks, and calls them together.
+# ---- placement, start and end ----
+
+
+@contextlib.contextmanager
+def trainer_group(config: Config, run: str, checkpoint: Path | None = None) -> Iterator[TrainerRanks]:
+    """Place and start the ranks, which end with the context.
 
     Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
     with the verifiers, since trainer and verifiers work in turns. Raises ClusterError if there is no room for them, and
     the errors of their start; nothing is left running then. `checkpoint` is the one to continue from.
     """
-
-    def __init__(self, config: Config, run: str, checkpoint: Path | None = None) -> None:
-        super().__init__([], Calls(), config.trainer.stall_timeout_s)
-        self._config = config
-        self._group: PlacementGroup | None = None
-        try:
-            self._place(run)
-            self._ranks = [self._launch(run, rank) for rank in range(config.trainer.ranks)]
-            self._meet(checkpoint)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the ranks and free their resources. Idempotent."""
-        ranks, self._ranks = self._ranks, []
-        for rank in ranks:
-            ray.kill(rank)
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
-
-    def _place(self, run: str) -> None:
-        trainer, limit_s = self._config.trainer, self._config.cluster.placement_timeout_s
-        if trainer.cores is None and not trainer.gpus:
-            return
-        demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
-        supply = cluster_supply()
-        self._group = placement_group(
-            [demand.bundle()] * trainer.ranks, strategy="PACK", name=actor_name(run, "trainer")
-        )
-        if not self._group.wait(limit_s):
-            table = demand_against_supply([demand] * trainer.ranks, supply)
-            raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
-
-    def _launch(self, run: str, rank: int) -> Any:
-        from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
-
-        trainer = self._config.trainer
-        if self._group is None:
-            strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            cpus = 0.0
-        else:
-            strategy = PlacementGroupSchedulingStrategy(self._group, rank)
-            cpus = float(trainer.cores or 1)
-        return make_actor(
-            TrainerActor,
-            actor_name(run, f"trainer-{rank}"),
-            strategy,
-            self._config.run.log_level,
-            groups={HEARTBEAT: 1},
-            num_cpus=cpus,
-            num_gpus=trainer.gpus,
-            runtime_env={"env_vars": limit_spins()},
-        )
-
-    def _meet(self, checkpoint: Path | None) -> None:
-        trainer = self._config.trainer
-        limit_s = self._config.cluster.start_timeout_s
-        asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
+    trainer, calls, actors = config.trainer, Calls(), list[Any]()
+    with contextlib.ExitStack() as started:
+        group = _place(config, run)
+        if group is not None:
+            started.callback(remove_placement_group, group)
+        for rank in range(trainer.ranks):
+            actors.append(_launch(config, run, rank, group))
+            started.callback(ray.kill, actors[-1])
+        limit_s = config.cluster.start_timeout_s
+        asked = [calls.start(actor, "find_port", deadline_s=limit_s) for actor in actors]
         places = [call.result() for call in asked]
         address, port = places[0]
         if all(place[0] == address for place in places):
             address = LOOPBACK  # no other machine is involved
+        ranks = TrainerRanks(actors, calls, trainer.stall_timeout_s)
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
-        self.start(self._config, checkpoint, address, port, threads)
+        ranks.start(config, checkpoint, address, port, threads)
+        yield ranks
+
+
+def _place(config: Config, run: str) -> PlacementGroup | None:
+    trainer, limit_s = config.trainer, config.cluster.placement_timeout_s
+    if trainer.cores is None and not trainer.gpus:
+        return None
+    demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
+    supply = cluster_supply()
+    group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", name=actor_name(run, "trainer"))
+    try:
+        if not group.wait(limit_s):
+            table = demand_against_supply([demand] * trainer.ranks, supply)
+            raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
+    except BaseException:  # an interruption, too
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _launch(config: Config, run: str, rank: int, group: PlacementGroup | None) -> Any:
+    from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
+
+    if group is None:
+        strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    else:
+        strategy = PlacementGroupSchedulingStrategy(group, rank)
+    return make_actor(
+        TrainerActor,
+        actor_name(run, f"trainer-{rank}"),
+        strategy,
+        config.run.log_level,
+        groups={HEARTBEAT: 1},
+        num_cpus=0.0 if group is None else float(config.trainer.cores or 1),
+        num_gpus=config.trainer.gpus,
+        runtime_env={"env_vars": limit_spins()},
+    )

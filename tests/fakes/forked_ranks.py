@@ -123,7 +123,7 @@ def serve_rank(work: Connection, heartbeat: Connection, prepare: Callable[[], No
 
 
 class ForkedRanks(TrainerRanks):
-    """The ranks of a configuration, as `TrainerGroup` starts them. `prepare` is called first in each process."""
+    """The ranks of a configuration, as `trainer_group` starts them. `prepare` is called first in each process."""
 
     def __init__(
         self, config: Config, checkpoint: Path | None = None, prepare: Callable[[], None] | None = None

@@ -17,7 +17,7 @@ import torch
 
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
-from specactor_ray.trainer.trainer_ranks import TrainerGroup
+from specactor_ray.trainer.trainer_ranks import TrainerRanks, trainer_group
 from tests.fakes.forked_ranks import ForkedRanks
 from tests.local_ray import local_ray
 from tests.processes.test_ranks import assert_close, settings
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 cluster = local_ray(2)
 
 
-def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
+def weights_of(group: TrainerRanks) -> dict[str, torch.Tensor]:
     buckets = ray.get(list(group.export_weights(1).buckets))
     return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket)}
 
@@ -55,7 +55,7 @@ def hold(_actor: object, file: str) -> None:
 def test_ranks_train_answer_heartbeats_meanwhile_and_a_killed_one_is_named(tmp_path: Path) -> None:
     before = set(ranks_of())
     config = settings("deepspeed")
-    with TrainerGroup(config, "test") as group, ForkedRanks(config) as forked:
+    with trainer_group(config, "test") as group, ForkedRanks(config) as forked:
         spins = [psutil.Process(pid).environ().get("GOMP_SPINCOUNT") for pid in ranks_of()]
         assert "3000" in spins, "set before the process loads torch, or its idle threads take cores from others"
         rank = group._ranks[0]
