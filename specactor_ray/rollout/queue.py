@@ -309,6 +309,8 @@ class RequestQueue:
         """Ask verifiers for their counters until they run no request; while requests run, polls bring them."""
         clock, dispatcher = self._calls.clock, self.dispatcher
         end = clock.now() + _COUNTERS_S
+        with contextlib.suppress(Exception):  # the queue is closed, or its thread does not answer
+            clock.result(self._thread.when(lambda: True), _COUNTERS_S)  # a request that ends now has left the journal
         while not (self.closed or dispatcher.journal.entries) and (left_s := end - clock.now()) > 0.0:
             if dispatcher.verifiers.ask_counters(left_s):
                 return

@@ -381,6 +381,7 @@ class Simulation(VirtualRun):
             yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
         if left := len(self.queue.dispatcher.journal.entries):
             yield f"the journal still has {left} requests"
+        self.queue.metrics()  # takes the final counters
         for actor in alive:
             try:
                 counters = self.calls.ask(actor, "ping", deadline_s=5.0)
