@@ -17,7 +17,7 @@ from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.distill.card import CARD_FILE, DrafterRecipe
-from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, TokenIds, claim_folder, split_prompts
+from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, TokenIds, claim_folder, reading, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
 from specactor_ray.distill.evaluation import measure
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLoop, head_for
@@ -61,7 +61,8 @@ def train_drafter(
     claim_folder(output, work / RECIPE_FILE, facts, "drafter")
     if (output / CARD_FILE).is_file():
         say(console, f"{output} was finished before; nothing was done")
-        return list(parse_json(read_foreign(output / CARD_FILE))["acceptance"])
+        with reading(output / CARD_FILE):
+            return list(parse_json(read_foreign(output / CARD_FILE))["acceptance"])
     lease = RunLease(work, "--output")
     with sigterm_interrupts():
         try:

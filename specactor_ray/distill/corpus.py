@@ -3,11 +3,12 @@ its recipe, since seeds are keyed; existing parts are never made again."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specactor_ray.config.schema import TargetConfig
@@ -71,7 +72,7 @@ class RecordStore:
         self.known: dict[int, CorpusRecord] = {}
         """Index of the request → record."""
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")):
-            with safe_open(path, framework="pt") as file:
+            with reading(path), safe_open(path, framework="pt") as file:
                 self._keep(int(path.stem.rpartition("-")[2]), file.get_tensor("output").tolist(), path)
 
     @property
@@ -290,11 +291,21 @@ class Corpus:
         return engine
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of a damaged file into an InputError."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is damaged ({error}). Fix: remove it, or name another folder") from None
+
+
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> None:
     """Create a folder and record the facts that determine its content in a file `note` inside, or check those of an
     existing one. Raises InputError if it has other facts, holds other files, or cannot be written to."""
     if note.is_file():
-        there, wanted = dict(parse_json(read_foreign(note))), json.loads(json.dumps(facts))
+        with reading(note):
+            there, wanted = dict(parse_json(read_foreign(note))), json.loads(json.dumps(facts))
         differing = [
             f"{key} {there.get(key)!r} there, {wanted.get(key)!r} wanted"
             for key in sorted({*there, *wanted})

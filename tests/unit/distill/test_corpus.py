@@ -50,12 +50,16 @@ def test_an_interrupted_collection_goes_on_to_the_same_corpus(tmp_path: Path) ->
     assert collect(engine, RecordStore(wanted, tmp_path, "train"), 300) == whole, "nothing is made again"
 
 
-def test_parts_are_told_apart(tmp_path: Path) -> None:
+def test_parts_are_told_apart_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     parts = {"heldout": requests(2, 3), "heldout-greedy": requests(3, 4)}
     for part, wanted in parts.items():
         collect(make_engine(), RecordStore(wanted, tmp_path, part))
     for part, wanted in parts.items():
         assert sorted(RecordStore(wanted, tmp_path, part).known) == list(range(len(wanted)))
+    damaged = tmp_path / "heldout-000001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(InputError, match=damaged.name):
+        RecordStore(parts["heldout"], tmp_path, "heldout")
 
 
 def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
@@ -70,3 +74,6 @@ def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x" / "precious").write_text("")
     with pytest.raises(InputError, match=r"\bx\b"):
         claim("x")
+    (tmp_path / "c" / "corpus.json").write_text("{")
+    with pytest.raises(InputError, match=r"corpus\.json is damaged"):
+        claim("c", temperature=1.0, target="abc")
