@@ -107,7 +107,7 @@ class VerifierActor(LoopActor[VerifyLoop]):
         spec, clock = self._spec, self._host.clock
         engine = self._host.build_engine(spec)
         drafting = self._host.build_drafting(spec, engine)
-        return VerifyLoop(engine, drafting, [self._host_drafter(method) for method in spec.inline], clock)
+        return VerifyLoop(engine, drafting, [self._host_drafter(method) for method in spec.hosted], clock)
 
     def _host_drafter(self, method: str) -> HostedDrafter:
         drafter, target, clock = self._spec.drafters[method], self._spec.config.target, self._host.clock

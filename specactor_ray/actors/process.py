@@ -76,7 +76,7 @@ class ActorHost:
         from specactor_ray.startup.memory import target_on_node
         from specactor_ray.target.build import build_engine
 
-        target = target_on_node(spec.config.target, [spec.drafters[method] for method in spec.inline])
+        target = target_on_node(spec.config.target, [spec.drafters[method] for method in spec.hosted])
         return build_engine(target, "cuda" if target.gpus else "cpu", spec.window)
 
     def build_drafting(self, spec: ActorSpec, engine: TargetEngine) -> Drafting:

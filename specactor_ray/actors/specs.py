@@ -47,7 +47,7 @@ class ActorSpec:
     """The records of all draft methods."""
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
-    inline: tuple[str, ...] = ()
+    hosted: tuple[str, ...] = ()
     """Draft methods that run in the verifiers' processes."""
 
     @property

@@ -138,7 +138,7 @@ def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -
     return traits(drafter.method, f"{key}.method").looks_up
 
 
-def inline_drafters(config: Config) -> list[DrafterSpec]:
+def hosted_drafters(config: Config) -> list[DrafterSpec]:
     """The methods that draft inside every verifier, in the order of the configuration. Raises as `drafter_specs`."""
     return [one for one in drafter_specs(config).values() if one.replicas and one.hosted]
 

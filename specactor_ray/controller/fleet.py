@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from specactor_ray.actors.specs import VERIFIER, ActorSpec, Departure, Phase
 from specactor_ray.cluster.backend import Backend, can_ever_fit
 from specactor_ray.cluster.names import actor_name, new_actor_id
-from specactor_ray.config.methods import drafter_specs, inline_drafters
+from specactor_ray.config.methods import drafter_specs, hosted_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member, stop_in_order
 from specactor_ray.controller.reconcile import (
@@ -54,7 +54,7 @@ class Fleet:
         self._classes = classes
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
-        self._inline = tuple(drafter.method for drafter in inline_drafters(config))
+        self._hosted = tuple(drafter.method for drafter in hosted_drafters(config))
         self._seating = Seating(run, config, backend)
         self.members: dict[str, Member] = {}
         self.failures: dict[str, FailureRecord] = {}
@@ -170,7 +170,7 @@ class Fleet:
 
             self._classes = VerifierActor, DraftActor
         cls = self._classes[member.key != VERIFIER]
-        spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline)
+        spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._hosted)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.gang.group, seat.bundle, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)

@@ -198,8 +198,8 @@ class Member(ActorState):
     def _doing(self) -> str:
         if self.phase is Phase.STARTING:
             return "its process starts" if self.facts is None else "it loads"
-        inline = self.counters.get("inline")
-        return f"drafts itself: {', '.join(inline)}" if inline else ""
+        hosted = self.counters.get("hosted")
+        return f"drafts itself: {', '.join(hosted)}" if hosted else ""
 
 
 def _named(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:

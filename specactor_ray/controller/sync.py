@@ -15,7 +15,7 @@ from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.cluster.calls import Call
-from specactor_ray.config.methods import inline_drafters, online_drafter
+from specactor_ray.config.methods import hosted_drafters, online_drafter
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Channel, Member
 from specactor_ray.controller.seating import group_of
@@ -131,8 +131,8 @@ class WeightSync:
         self._receivers = {VERIFIER: VERIFIER}
         """`VERIFIER` for the target's weights, or the taught method → key of the members that load them."""
         if (taught := online_drafter(config)) is not None:
-            inline = [one.method for one in inline_drafters(config)]
-            self._receivers[taught.method] = VERIFIER if taught.method in inline else taught.method
+            hosted = [one.method for one in hosted_drafters(config)]
+            self._receivers[taught.method] = VERIFIER if taught.method in hosted else taught.method
         self._newest: dict[str, WeightSet] = {}
         """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""
         self._replicas = config.target.replicas

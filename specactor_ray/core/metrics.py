@@ -109,7 +109,7 @@ def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
     yield row("specactor_running_requests", counters["running"], actor=actor)
     yield row("specactor_weight_version", counters["weight_version"], actor=actor)
     yield row("specactor_step_age_seconds", counters["busy_s"], actor=actor)
-    for hosted in counters["inline"].values():
+    for hosted in counters["hosted"].values():
         yield from _drafting_rows(actor, hosted)
 
 
@@ -155,7 +155,7 @@ def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     malformed = Counter[str]()
     for _, mine in counters:
         malformed.update(mine.get("malformed", {}))
-    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    drafters = ({actor_id: mine, **mine.get("hosted", {})} for actor_id, mine in counters)
     return [
         {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
         for group in drafters

@@ -96,7 +96,7 @@ def measured_costs(config: Config, actors: Iterable[Mapping[str, Any]]) -> dict[
     for counters in counted:
         verify += counters.get("cost", ()) if "ladder" in counters else ()
         ladder += counters.get("ladder", ())
-        hosted = [(one, devices) for one in counters.get("inline", {}).values()]
+        hosted = [(one, devices) for one in counters.get("hosted", {}).values()]
         for one, count in [*hosted, *([(counters, 0)] if "health" in counters else [])]:
             method = one["health"]["method"]
             if one["cost"] and (number := count or own[method]):  # none: on cores beside a target on GPUs

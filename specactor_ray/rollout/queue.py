@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.methods import inline_drafters
+from specactor_ray.config.methods import hosted_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import InputError, OverloadedError
 from specactor_ray.core.metrics import DRIVER, Row, row
@@ -58,7 +58,7 @@ class RequestQueue:
             calls,
             outstanding_per_verifier=2 * config.target.max_batch,
             no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
-            shares_outputs=any(one.traits.keeps_history for one in inline_drafters(config)),
+            shares_outputs=any(one.traits.keeps_history for one in hosted_drafters(config)),
         )
         self._thread = DispatchThread(self.dispatcher, calls.clock)
         self._lock = calls.clock.condition()

@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from specactor_ray.config.methods import inline_drafters, traits
+from specactor_ray.config.methods import hosted_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
@@ -248,7 +248,7 @@ def build_world(scenario: ScenarioConfig) -> World:
     }
     world = World(draw_text(scenario), drafting=drafting, python=scenario.python, load_s=scenario.load_s)
     if isinstance(cost, RooflineCost):
-        shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
+        shapes = [find_model(drafter.model) for drafter in hosted_drafters(scenario.config) if drafter.model]
         beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
         world.target, world.cache_tokens = cost.seconds, cost.cache_tokens(scenario.cache_share, beside)
     else:

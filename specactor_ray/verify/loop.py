@@ -33,7 +33,7 @@ _NO_VERSION = -1
 
 class VerifyLoop(Loop):
     """Drives one target engine, which only the loop's thread uses after the begin of `run`. `hosted`: drafters of this
-    process, run between two steps (docs/design/inline.md); `set_drafters` sets others."""
+    process, run between two steps (docs/design/hosted.md); `set_drafters` sets others."""
 
     def __init__(
         self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
@@ -142,7 +142,7 @@ class VerifyLoop(Loop):
             "busy_s": self.busy_s,
             "fallbacks": fallbacks(),
             "cost": self._drafting.policy.cost.points(),
-            "inline": {one.runner.drafter_id: one.runner.snapshot() for one in self._hosted},
+            "hosted": {one.runner.drafter_id: one.runner.snapshot() for one in self._hosted},
         }
 
     # ---- the loop ----

@@ -90,12 +90,12 @@ def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
 
 class Bench:
     """One verifier and some drafters, connected; runs until all requests have ended. The verifier hosts all drafters
-    (`inline`), or the lookups (`hosts_lookups`)."""
+    (`coupled`), or the lookups (`hosts_lookups`)."""
 
     def __init__(
         self,
         proposers: Mapping[str, Proposer],
-        inline: bool,
+        coupled: bool,
         faults: random.Random | None = None,
         window: int = 6,
         narrow: int | None = None,
@@ -107,11 +107,11 @@ class Bench:
         reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
         sizes: Any = {"window": window, "branches": branches}
-        drafts = Drafting("v0", inline, config, target.table, **sizes, states_of=target.states)
+        drafts = Drafting("v0", coupled, config, target.table, **sizes, states_of=target.states)
         hosted = {
             name: DraftRunner(name, one)
             for name, one in proposers.items()
-            if inline or (hosts_lookups and one.traits.looks_up)
+            if coupled or (hosts_lookups and one.traits.looks_up)
         }
         self.drafts: dict[str, DraftLoop] = {
             name: DraftLoop(name, one) for name, one in proposers.items() if name not in hosted
@@ -124,7 +124,7 @@ class Bench:
         self.verifier = VerifyLoop(
             target, drafts, [HostedDrafter(spec_of(one.proposer, window), one) for one in hosted.values()]
         )
-        if not inline:
+        if not coupled:
             self._connect(self.drafts, window, faults)
         self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
 

@@ -183,18 +183,18 @@ def pids(rollout: Rollout, kind: str) -> list[int]:
 
 def hosted(rollout: Rollout) -> list[dict[str, dict[str, Any]]]:
     """Counters of the drafters that each verifier hosts, by method."""
-    counters = [row["counters"].get("inline", {}) for row in rollout.status() if row["kind"] == "verifier"]
-    return [{name.partition("-")[0]: one for name, one in inline.items()} for inline in counters]
+    counters = [row["counters"].get("hosted", {}) for row in rollout.status() if row["kind"] == "verifier"]
+    return [{name.partition("-")[0]: one for name, one in one_each.items()} for one_each in counters]
 
 
 def hosted_methods(rollout: Rollout) -> list[set[str]]:
     """By what methods each verifier has drafted."""
-    return [{name for name, one in inline.items() if one["tails"]} for inline in hosted(rollout)]
+    return [{name for name, one in one_each.items() if one["tails"]} for one_each in hosted(rollout)]
 
 
 def histories(rollout: Rollout) -> list[int]:
     """Tokens of outputs that the lookup of each verifier has seen."""
-    return [inline["suffix"]["history_tokens"] for inline in hosted(rollout) if "suffix" in inline]
+    return [one_each["suffix"]["history_tokens"] for one_each in hosted(rollout) if "suffix" in one_each]
 
 
 @pytest.fixture(scope="class")

@@ -319,7 +319,7 @@ STATUS: list[dict[str, Any]] = [
             "running": 3,
             "row_steps": 40,
             "committed_tokens": 60,
-            "inline": {INSIDE: {"health": {**HEALTH, "missed": 240, "alarm": True}}},
+            "hosted": {INSIDE: {"health": {**HEALTH, "missed": 240, "alarm": True}}},
         },
     },
     {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},

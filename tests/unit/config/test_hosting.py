@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import draft_actors, inline_drafters, scale_refusal
+from specactor_ray.config.methods import draft_actors, hosted_drafters, scale_refusal
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
@@ -24,7 +24,7 @@ def config(mode: str, *drafters: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ngram", "inline", "actors"),
+    ("mode", "ngram", "hosted", "actors"),
     [
         ("plain", {}, [], {}),
         ("coupled", {"hosted": False}, ["ngram", LOOKUP, "draft_model"], {}),
@@ -40,9 +40,9 @@ def config(mode: str, *drafters: dict[str, Any]) -> Config:
         ),
     ],
 )
-def test_where_a_method_drafts(mode: str, ngram: dict[str, Any], inline: list[str], actors: dict[str, int]) -> None:
+def test_where_a_method_drafts(mode: str, ngram: dict[str, Any], hosted: list[str], actors: dict[str, int]) -> None:
     settings = config(mode, {"method": "ngram", **ngram}, {"method": LOOKUP}, MODEL)
-    assert [one.method for one in inline_drafters(settings)] == inline
+    assert [one.method for one in hosted_drafters(settings)] == hosted
     assert draft_actors(settings) == actors
 
 
@@ -71,7 +71,7 @@ def test_models_are_hosted_in_mode_coupled_alone(mode: str, method: dict[str, An
     drafters = {"method": "ngram", "hosted": True}, {**method, "hosted": True}
     with refused("drafters.1.hosted", "mode=coupled"):
         config(mode, *drafters)
-    assert [one.method for one in inline_drafters(config("coupled", *drafters))] == ["ngram", method["method"]]
+    assert [one.method for one in hosted_drafters(config("coupled", *drafters))] == ["ngram", method["method"]]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_lookup_of_ones_own_is_driven_as_a_lookup(name: str, mode: str) -> Non
     """Inside the verifier in every mode, and without a measurement of its time."""
     with driven(name, mode) as (_, bench):
         assert bench.verifier.metrics.accepted_tokens
-        assert bench.verifier.snapshot()["inline"]["own"]["token_s"] == 0.0
+        assert bench.verifier.snapshot()["hosted"]["own"]["token_s"] == 0.0
 
 
 @both

@@ -52,7 +52,7 @@ def verifier(cost: list[tuple[float, float]], ladder: list[dict[str, Any]], **in
     """One with 100 steps of two requests, half of them suspended and a quarter with a tail."""
     hosted = {f"{name}-0": {"health": {"method": name}, "cost": points} for name, points in inline.items()}
     counts = {"steps": 100, "suspended_steps": 50, "row_steps": 200, "supplied_row_steps": 50}
-    return {"kind": "verifier", "counters": {"cost": cost, "ladder": ladder, "inline": hosted, **counts}}
+    return {"kind": "verifier", "counters": {"cost": cost, "ladder": ladder, "hosted": hosted, **counts}}
 
 
 def drafter(method: str, cost: list[tuple[float, float]]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class FakeRollout:
 
     def status(self) -> list[dict[str, Any]]:
         health = {"cost": [], "health": {"method": "eagle", "alarm": True}}
-        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"inline": {"eagle-0#1a2b": health}}}]
+        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"hosted": {"eagle-0#1a2b": health}}}]
 
     def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]], encoded: Any) -> Iterator[Trajectory]:
         type(self).skipped = set(skip)

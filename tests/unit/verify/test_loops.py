@@ -72,14 +72,14 @@ def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
     assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
 
 
-@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
+@pytest.mark.parametrize("layout", ["hosted", "lookups", "decoupled"])
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [("ngram", 1.0), ("suffix", 1.0), ("draft_model", 1.0), ("eagle", 1.0), ("all", 1.0), ("all", 0.0)],
 )
 def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> None:
     batch = requests(10, temperature)
-    bench = Bench(proposers(kind), layout == "inline", hosts_lookups=layout == "lookups", draft_wait_s=ANSWERED)
+    bench = Bench(proposers(kind), layout == "hosted", hosts_lookups=layout == "lookups", draft_wait_s=ANSWERED)
     snapshot = decoded(bench, batch, lossy=False)
     assert snapshot["accepted_tokens"] > 0, "no draft was ever accepted, so nothing was tested"
     assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
@@ -91,8 +91,8 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
         assert all(loop.snapshot()["history_tokens"] for loop in bench.drafts.values())
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_draft_model_with_fewer_rows_of_padding_drafts_for_what_it_can_read(inline: bool) -> None:
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_draft_model_with_fewer_rows_of_padding_drafts_for_what_it_can_read(hosted: bool) -> None:
     """As Qwen2.5-0.5B beside 7B. A request with a token that only the target's embedding has is answered, empty."""
     small = LlamaForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32)
     small.resize_token_embeddings(NARROW)
@@ -101,9 +101,9 @@ def test_a_draft_model_with_fewer_rows_of_padding_drafts_for_what_it_can_read(in
     for index in (1, 4):
         prompt = (*batch[index].prompt_token_ids, NARROW)
         batch[index] = replace(batch[index], prompt_token_ids=prompt)
-    bench = Bench({"small-0": drafter}, inline, draft_wait_s=ANSWERED)
+    bench = Bench({"small-0": drafter}, hosted, draft_wait_s=ANSWERED)
     snapshot = decoded(bench, batch, lossy=False)
-    counters = bench.hosted["small-0"].snapshot() if inline else bench.drafts["small-0"].snapshot()
+    counters = bench.hosted["small-0"].snapshot() if hosted else bench.drafts["small-0"].snapshot()
     assert snapshot["accepted_tokens"] > 0
     assert (counters["opens"], counters["failures"], counters["resyncs"]) == (len(batch), 0, 0)
 
@@ -116,8 +116,8 @@ def test_a_draft_model_with_fewer_rows_of_padding_drafts_for_what_it_can_read(in
         (1.0, "decoupled", RaceName.off, "ngram-0 small-0 liar", False),
         (1.0, "lookups", RaceName.tail, "ngram-0 suffix-0 small-0 eagle-0 liar", True),
         (0.0, "decoupled", RaceName.off, "small-0 eagle-0", True),
-        (0.0, "inline", RaceName.always, "ngram-0 suffix-0 small-0", False),
-        (1.0, "inline", RaceName.tail, "ngram-0 small-0 liar", False),
+        (0.0, "hosted", RaceName.always, "ngram-0 suffix-0 small-0", False),
+        (1.0, "hosted", RaceName.tail, "ngram-0 small-0 liar", False),
     ],
 )
 def test_races_and_reconfigurations_change_no_token(
@@ -138,7 +138,7 @@ def test_races_and_reconfigurations_change_no_token(
     batch = requests(8, temperature)
     drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
     faults = random.Random(len(names)) if lossy else None
-    bench = Bench(drafters, layout == "inline", faults, hosts_lookups=layout == "lookups", race=race, draft_wait_s=0.01)
+    bench = Bench(drafters, layout == "hosted", faults, hosts_lookups=layout == "lookups", race=race, draft_wait_s=0.01)
     snapshot = decoded(bench, batch)
     assert snapshot["drafted_tokens"] > 0 or layout == "decoupled", "apart, it is a matter of time what arrives"
     assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
@@ -193,11 +193,11 @@ def test_hosted_drafters_sleep_with_the_engine(kind: str) -> None:
         bench.close()
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("hosted", [True, False], ids=["hosted", "decoupled"])
 @pytest.mark.parametrize("lies", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_branches_change_no_token(
-    temperature: float, lies: bool, inline: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, lies: bool, hosted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Free(StepCost):
         """Further rows of a forward cost nothing."""
@@ -209,15 +209,15 @@ def test_branches_change_no_token(
 
     monkeypatch.setattr(runner, "StepCost", Free)
     drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
-    batch, faults = requests(8, temperature), None if inline else random.Random(3)
-    bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)
+    batch, faults = requests(8, temperature), None if hosted else random.Random(3)
+    bench = Bench({"d-0": drafter}, hosted, faults, branches=4, draft_wait_s=0.02)
     snapshot = decoded(bench, batch)
     assert not snapshot["malformed"]
-    if inline:  # apart, it is a matter of time what arrives
+    if hosted:  # apart, it is a matter of time what arrives
         assert snapshot["refuted_tails"] and snapshot["rescued_tails"]
 
 
-@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
+@pytest.mark.parametrize("layout", ["hosted", "lookups", "decoupled"])
 def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(5)
 
@@ -227,11 +227,11 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Suspension, "record", on_a_whim)
     batch = requests(10, 1.0)
     drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
-    bench = Bench(drafters, layout == "inline", hosts_lookups=layout == "lookups", verify=VerifyPolicy.auto)
+    bench = Bench(drafters, layout == "hosted", hosts_lookups=layout == "lookups", verify=VerifyPolicy.auto)
     snapshot, lookup = decoded(bench, batch, times=2, lossy=False), bench.drafter("ngram-0").snapshot()
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
     # In a loop of its own it is a matter of time how much has arrived.
-    least = snapshot["committed_tokens"] / 2 if layout == "inline" else 0
+    least = snapshot["committed_tokens"] / 2 if layout == "hosted" else 0
     assert lookup["history_tokens"] > least, "lookups learn in suspensions, too"
 
 
@@ -256,7 +256,7 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
     pupil.load_weights(5, weights)
     taught = bench.verifier.load_weights(WeightSet(5, (), method="eagle"), weights)
     other = bench.verifier.load_weights(WeightSet(6, (), method="draft_model"), weights)  # which it does not host
-    health = decoded(bench, batch)["inline"]["eagle-0"]["health"]
+    health = decoded(bench, batch)["hosted"]["eagle-0"]["health"]
     assert taught.result(120) is other.result(120) is None
     assert (health["version"], health["checksum"]) == (5, checksum(weights))
     states = torch.ones(1, head._runner.config.feature_size)
@@ -264,8 +264,8 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
     assert torch.equal(now, then) and not torch.equal(now, before)
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
-def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> None:
+@pytest.mark.parametrize("hosted", [True, False], ids=["hosted", "decoupled"])
+def test_a_head_is_told_each_state_once_and_before_it_drafts(hosted: bool) -> None:
     """With every commit come the states that it made known, so that the head never guesses from older ones."""
 
     class Reader(EagleProposer):
@@ -282,12 +282,12 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
             return super().extend()
 
     head, batch = eagle(Reader), requests(10, 1.0)
-    bench = Bench({"eagle-0": head}, inline, draft_wait_s=ANSWERED)
+    bench = Bench({"eagle-0": head}, hosted, draft_wait_s=ANSWERED)
     assert decoded(bench, batch)["accepted_tokens"] and head.steps > 100 and head.behind == head.repeated == 0
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
-def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool) -> None:
+@pytest.mark.parametrize("hosted", [True, False], ids=["hosted", "apart"])
+def test_weights_that_come_in_the_middle_of_outputs_change_no_token(hosted: bool) -> None:
     """New versions with every few commits, some of them nonsense."""
 
     class Pupil(EagleProposer):
@@ -302,16 +302,16 @@ def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool
 
     good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
     heads = {f"eagle-{number}": eagle(Pupil) for number in range(2)}
-    counts = decoded(Bench(heads, inline, draft_wait_s=ANSWERED), requests(10, 1.0))
+    counts = decoded(Bench(heads, hosted, draft_wait_s=ANSWERED), requests(10, 1.0))
     assert sum(head.commits for head in heads.values()) > 20 and counts["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("hosted", [True, False], ids=["hosted", "decoupled"])
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_lying_or_crashing_drafter_is_only_slow(inline: bool, raises: bool) -> None:
+def test_a_lying_or_crashing_drafter_is_only_slow(hosted: bool, raises: bool) -> None:
     batch = requests(8, 1.0)
     drafters = {"liar": (Crasher if raises else Liar)()}
-    bench = Bench(drafters, inline, draft_wait_s=0.05)
+    bench = Bench(drafters, hosted, draft_wait_s=0.05)
     snapshot = decoded(bench, batch)
     assert snapshot["accepted_tokens"] <= 0.1 * snapshot["drafted_tokens"]
 
