@@ -40,6 +40,8 @@ _SAME = (
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
 )
 """Keys that determine the outputs."""
+_REASONS = ("stop", "length", "abort", "error")
+_KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 
@@ -124,12 +126,14 @@ def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], confi
         where = f"{writer.partial}, line {number}"
         try:
             row = parse_json(line.decode())
-            index, sample, _ = row["prompt_index"], row["sample_index"], len(row["token_ids"])
-            seed = derive_seed(config.sampling.seed, index, sample)
+            index, sample = row["prompt_index"], row["sample_index"]
+            known = all(isinstance(row[name], kind) for name, kind in _KINDS.items())
+            known &= type(index) is type(sample) is int and row["finish_reason"] in _REASONS
+            seed = derive_seed(config.sampling.seed, index, sample) if known else None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"{where}: this is no trajectory ({error!r}). {_REMOVE}") from None
-        if (index, sample) in rows:
-            raise InputError(f"{where}: this trajectory is there twice. {_REMOVE}")
+        if not known or (index, sample) in rows:
+            raise InputError(f"{where}: this is no trajectory, or one that is there twice. {_REMOVE}")
         fits = 0 <= index < len(prompts) and 0 <= sample < config.data.n
         if not fits or (row["prompt"], row.get("columns", {})) != prompts[index] or row["seed"] != seed:
             raise InputError(

@@ -270,6 +270,8 @@ class TestRun:
     def test_an_interrupted_run_is_continued(self) -> None:
         self.run(trajectory(2), trajectory(0, error="no"), KeyboardInterrupt(), name=None)
         (folder,) = Path("runs").iterdir()
+        with (folder / "trajectories.jsonl.partial").open("a") as partial:
+            partial.write('{"prompt_index": 1, "sam')  # the process was killed in the middle of a line
         outcome = self.run(trajectory(1), name=None, resume="auto")
         assert FakeRollout.skipped == {(2, 0), (0, 0)}
         assert outcome.exit_code == 0 and outcome.folder == folder
@@ -307,6 +309,10 @@ class TestRun:
         "damage",
         [
             '{"prompt_index": 1}\n',
+            '{"prompt_index": 1, "sample_index": 0, "finish_reason": [], "token_ids": []}\n',
+            '{"prompt_index": 1.0, "sample_index": 0, "finish_reason": "stop", "token_ids": [], "seed": 1}\n',
+            '{"prompt_index": 1, "sample_index": false, "finish_reason": "stop", "token_ids": [], "seed": 1}\n',
+            '{"prompt_index": 1, "sample_index": 0, "finish_reason": "gone", "token_ids": [], "seed": 1}\n',
             "my notes\nwithout an end",
             "[]\n",
             "\0" * 100 + "\n",
