@@ -16,8 +16,7 @@ EXTRAS = {
     "trainer/": "rl",
     "learner/deepspeed": "deepspeed",
     "target/vllm": "vllm",
-    "bench/": "vllm",
-    "core/console.py": "demo",
+    "cli/simulate.py": "demo",
 }
 """Beginning of a path → the extra that its code is for; other code has the package's own requirements."""
 NAMED_BY_A_CHECK = {"triton", "wandb"}
