@@ -91,8 +91,9 @@ class BatchProposer(Proposer):
                 self._lose(row)
             moved = moved[~is_cut]
         if len(moved):
-            for row in self._unreadable(moved, self._known[moved]).tolist():
-                self._give_up(row)
+            if self.vocab_size is not None:
+                for row in self._unreadable(moved, self._known[moved], self.vocab_size).tolist():
+                    self._give_up(row)
             if self.branches.most:
                 befores = self._known[moved], self._ends[moved]
                 self._free(self.branches.settle(view, self._cached, moved, *befores))
@@ -127,9 +128,9 @@ class BatchProposer(Proposer):
 
     def _admit(self, row: int) -> None:
         """Give a waiting request a place, if one is free and the drafter's vocabulary has its tokens."""
-        one = np.array([row], np.int32)
-        is_free = self._places and self._waiting[row]
-        if is_free and not len(self._unreadable(one, np.zeros_like(one))) and self._enter(row):
+        one, size = np.array([row], np.int32), self.vocab_size
+        can_read = size is None or not len(self._unreadable(one, np.zeros_like(one), size))
+        if self._places and self._waiting[row] and can_read and self._enter(row):
             self._places -= 1
             self._placed[row], self._waiting[row] = True, False
 
@@ -139,15 +140,15 @@ class BatchProposer(Proposer):
         if self._placed[row] and self.traits.reads_features:
             self._lose(row)
 
-    def _unreadable(self, rows: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    def _unreadable(self, rows: np.ndarray, begins: np.ndarray, vocab_size: int) -> np.ndarray:
         """Rows with a token from index `begins` on, `(n,)`, that is not in the drafter's vocabulary: the embedding of
         a model may have fewer rows than the target's, which is padded further."""
-        size, table = self.vocab_size, self.view.table
-        if size is None or size >= table.vocab_size:
+        table = self.view.table
+        if vocab_size >= table.vocab_size:
             return rows[:0]
         counts = table.lengths[rows] - begins
         owners = np.repeat(rows, counts)
-        return np.unique(owners[table.lines[owners, places(begins, counts)] >= size])
+        return np.unique(owners[table.lines[owners, places(begins, counts)] >= vocab_size])
 
     def _lose(self, row: int) -> None:
         """Close a request, and ask for it again with all its hidden states."""
