@@ -35,11 +35,10 @@ class Watcher:
     def __init__(self, in_terminal: bool, address: str) -> None:
         command = [sys.executable, "-m", "specactor_ray", "status", "--watch", "--every", "0.2", "--address", address]
         master, slave = os.openpty() if in_terminal else os.pipe()
-        size = {"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} if in_terminal else {}
-        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        size = {"COLUMNS": "400", "LINES": "50"} | ({"TERM": "xterm"} if in_terminal else {})  # no cell is wrapped
         repository = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=slave, env={**environment, **size, "PYTHONPATH": repository}
+            command, stdin=subprocess.DEVNULL, stdout=slave, env={**os.environ, **size, "PYTHONPATH": repository}
         )
         os.close(slave)
         self.text = ""
