@@ -19,8 +19,8 @@ def verdict(rounds: Sequence[tuple[float, float]], acceptance_length: float, sub
     """What rounds of (plain tokens/s, drafted tokens/s), both on the same work, say about drafts.
 
     `ratio` is the geometric mean over rounds and `interval` its 95% interval (None for one round), both at most
-    `acceptance_length`; `outcome` is `pays`, `loses`, `even` (no difference that matters) or `noisy` (the rounds do not
-    tell), and `verdict` a sentence.
+    `acceptance_length`; `outcome` is `pays`, `loses`, `even` (no difference that matters) or `noisy` (the rounds are
+    not conclusive), and `verdict` a sentence.
 
     A step commits `acceptance_length` tokens of a request and takes no less time than a plain one, so a ratio above it
     is noise: it is not claimed. The interval is Student's, of the logarithms of the rounds' ratios. `subject` begins

@@ -128,9 +128,12 @@ class BatchProposer(Proposer):
 
     def _admit(self, row: int) -> None:
         """Give a waiting request a place, if one is free and the drafter's vocabulary has its tokens."""
+        if not (self._places and self._waiting[row]):
+            return
         one, size = np.array([row], np.int32), self.vocab_size
-        can_read = size is None or not len(self._unreadable(one, np.zeros_like(one), size))
-        if self._places and self._waiting[row] and can_read and self._enter(row):
+        if size is not None and len(self._unreadable(one, np.zeros_like(one), size)):
+            self._waiting[row] = False  # further tokens do not change that
+        elif self._enter(row):
             self._places -= 1
             self._placed[row], self._waiting[row] = True, False
 

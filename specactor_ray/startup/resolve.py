@@ -134,8 +134,8 @@ def require_devices(config: Config, machine: Machine, trains: bool = False) -> N
             sizes = {key: number * (gpus if kind == "gpus" else cores) for key, number, gpus, cores in parts}
             totals = zip(sizes, itertools.accumulate(sizes.values()), strict=True)
             key = next((key for key, total in totals if total > have), "target")
-            whose = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)
-            problem = f"the run needs {wanted} {kind} in all ({whose}), and there are {have}."
+            shares = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)
+            problem = f"the run needs {wanted} {kind} in all ({shares}), and there are {have}."
             fix = f"use fewer {kind} or replicas, mode=coupled, or a bigger cluster in cluster.address."
             raise ConfigError(f"{key}.{kind}", problem, fix)
 

@@ -55,7 +55,7 @@ class Driver:
     """An engine and its table, with requests by name. Other attributes are those of the engine."""
 
     result = StepResult()
-    """Of the last step."""
+    """Result of the last step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.table = engine, engine.table
