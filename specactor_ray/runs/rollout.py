@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
@@ -64,8 +64,8 @@ class RowScorer(Protocol):
     def check(self, rows: Sequence[Any]) -> None:
         """Refuse rows of prompts that cannot be scored. Raises UserError, before anything starts."""
 
-    def submit(self, row: Mapping[str, Any]) -> Future[tuple[float | None, str]]:
-        """Begin to score a row. The result is the reward, or None and the reason if there is none."""
+    def submit(self, row: Mapping[str, Any]) -> Future[tuple[Any, str]]:
+        """Begin to score a row. The result is its `Score`, or None and the reason if there is none."""
 
 
 @dataclass(slots=True)
@@ -299,7 +299,7 @@ def _consume(
     scorer: RowScorer | None,
 ) -> None:
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
-    unscored = deque[tuple[dict[str, Any], Future[tuple[float | None, str]]]]()
+    unscored = deque[tuple[dict[str, Any], Future[tuple[Any, str]]]]()
 
     def read() -> tuple[int, int, int, float]:
         metrics, ended = rollout.metrics(), tally.finish_reasons
@@ -312,10 +312,9 @@ def _consume(
 
     def keep_scored() -> None:
         row, future = unscored.popleft()
-        reward, problem = future.result()
-        if problem:
-            row["reward_error"], reward = problem, rollout.config.reward.failure_value
-        keep(row | {"reward": reward})
+        score, problem = future.result()
+        failed = {"reward_error": problem, "reward": rollout.config.reward.failure_value}
+        keep(row | (failed if problem else asdict(score)))
 
     with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(rows, skip=skip, encoded=encoded):

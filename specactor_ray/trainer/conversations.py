@@ -49,6 +49,8 @@ class Episode:
     parts: list[Trajectory | Sequence[int]] = field(default_factory=list)
     """What follows the prompt: turns of the model, and the token ids between two turns."""
     reward: float = 0.0
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Values of the reward functions, for the last turn that was scored."""
     finish_reason: str = "error"
     error: str = ""
     """Reason of a failed turn; empty otherwise."""
@@ -168,8 +170,9 @@ class Conversations(WorkerPool):
                 is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
                 own, most = episode.own_token_ids, episode.sampling.max_tokens
                 sample = reward_sample(episode.task, turn.text, own, turn.finish_reason, most)
-                state, reply = await self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
+                state, reply, rewards = await self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
                 episode.reward += reply.reward
+                episode.rewards.update(rewards)
                 episode.finish_reason = turn.finish_reason if reply.done else "length"
                 if reply.done or is_last:
                     break

@@ -224,16 +224,19 @@ class EnvironmentWorker:
 
     async def step(
         self, state: bytes, sample: RewardSample, token_ids: tuple[int, ...], number: int, is_last: bool
-    ) -> tuple[bytes, Reply]:
-        """The instance after a turn, and its reply. `sample` holds the text of the turn and the data of the task."""
-        instance = pickle.loads(state)
+    ) -> tuple[bytes, Reply, dict[str, float | None]]:
+        """The instance after a turn, its reply, and the values of the reward functions if it called them. `sample`
+        holds the text of the turn and the data of the task."""
+        instance, rewards = pickle.loads(state), dict[str, float | None]()
 
         def score() -> float:
-            return self._scorer(sample)
+            found = self._scorer(sample)
+            rewards.update(found.rewards)
+            return found.reward
 
         turn = Turn(sample.text, token_ids, number, is_last, sample.finish_reason, score)
         reply = checked_reply(await _called(instance.step, turn))
-        return _pickled(instance), reply
+        return _pickled(instance), reply, rewards
 
     async def close(self, state: bytes) -> None:
         """Close the instance, at the end of the sample."""

@@ -24,7 +24,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.rewards import reward_sample
+from specactor_ray.trainer.rewards import Score, reward_sample
 from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
@@ -38,8 +38,10 @@ class Experience:
     samples: list[Sample] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
     """All trajectories of the step, including those that were sampled and dropped."""
-    rewards: list[float] = field(default_factory=list)
-    """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
+    tasks: list[Task] = field(default_factory=list)
+    """Task of each trajectory."""
+    scores: list[Score | None] = field(default_factory=list)
+    """Score of each trajectory, from functions or an environment; None if it is left out (`reward.failure_value`)."""
     zero_variance_groups: int = 0
     """Number of groups with equal rewards, before or after the overlong punishment."""
     groups: int = 0
@@ -61,6 +63,11 @@ class Experience:
     """Place and reason of the first of them."""
     position: tuple[int, int] = (0, 0)
     """Numbers of tasks taken from the data up to this step, and of skipped tasks."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the trajectories that have one."""
+        return [score.reward for score in self.scores if score is not None]
 
     @property
     def is_unusable(self) -> bool:
@@ -103,17 +110,19 @@ class ExperienceMaker:
         tasks = self._stream.take(count)
         outputs = self._episodes if isinstance(self._workers, Conversations) else self._single_outputs
         groups: list[Group] = [[] for _ in tasks]
-        for trajectory, (reward, problem) in outputs(rollout, sampling, tasks, experience):
+        failed = None if (value := self._config.reward.failure_value) is None else Score(value)
+        for trajectory, (score, problem) in outputs(rollout, sampling, tasks, experience):
             experience.scored += not problem
             if problem:
                 experience.failures["reward"][problem] += 1
-                reward = self._config.reward.failure_value
+                score = failed
             if not trajectory.token_ids:  # it failed before its first turn
                 continue
             experience.trajectories.append(trajectory)
-            if reward is not None:
-                experience.rewards.append(reward)
-                groups[trajectory.prompt_index].append((trajectory, reward))
+            experience.tasks.append(tasks[trajectory.prompt_index])
+            experience.scores.append(score)
+            if score is not None:
+                groups[trajectory.prompt_index].append((trajectory, score.reward))
         smallest = 1 if uses_values(self._recipe) else 2  # a group of one has no baseline
         return [group for group in groups if len(group) >= smallest]
 
@@ -147,7 +156,8 @@ class ExperienceMaker:
                 experience.failures["rollout"][episode.error] += 1
             else:
                 experience.turns += len(episode.turns)
-                yield self._workers.trajectory(episode), (episode.reward, episode.failure)
+                score = Score(episode.reward, episode.rewards)
+                yield self._workers.trajectory(episode), (score, episode.failure)
 
     def _compared(self, group: Group) -> tuple[bool, list[Sample]]:
         """Whether the rewards of a group differ, and its samples."""

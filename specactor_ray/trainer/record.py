@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -261,6 +261,7 @@ class StepRecorder:
             "zero_variance_groups": experience.zero_variance_groups,
             "sampling_rounds": experience.rounds,
             "skipped_tasks": experience.skipped_tasks,
+            **means_by_name(experience),
             **learnt,
         }
 
@@ -310,6 +311,20 @@ class StepRecorder:
         ):
             if train[name]:
                 logger.warning("step %d: optimizer steps left out: %d (%s)", record["step"], train[name], reason)
+
+
+def means_by_name(experience: Experience) -> dict[str, float]:
+    """Mean value of each reward function, over the outputs to which it applies; if tasks have a `data_source`, mean
+    reward of each source."""
+    values = defaultdict[str, list[float]](list)
+    for task, score in zip(experience.tasks, experience.scores, strict=True):
+        if score is not None:
+            for name, value in score.rewards.items():
+                if value is not None:
+                    values[f"reward/{name}"].append(value)
+            if source := task.metadata.get("data_source"):
+                values[f"reward_by_source/{source}"].append(score.reward)
+    return {name: mean(found) for name, found in values.items() if found}
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:

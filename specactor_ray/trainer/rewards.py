@@ -47,6 +47,16 @@ class RewardSample:
     """The part of the output that counts as the answer (`reward.answer_pattern`); set by the `Scorer`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Reward of an output or a conversation."""
+
+    reward: float
+    """Weighted sum over the functions."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Value of each function before its weight, by name; None if the function does not apply to the output."""
+
+
 def reward_sample(task: Task, text: str, token_ids: Sequence[int], finish_reason: str, most: int) -> RewardSample:
     """Input of the reward functions for an output, or for a turn after which the sample has these own tokens. `most`:
     `sampling.max_tokens`."""
@@ -159,11 +169,11 @@ class Scorer:
             (term, find_reward(term.name)) for term in config.functions
         ]
 
-    def __call__(self, sample: RewardSample) -> float:
-        """The reward. Raises ValueError if it is no number of `checked_reward`, and the errors of the functions."""
+    def __call__(self, sample: RewardSample) -> Score:
+        """The score. Raises ValueError if it is no number of `checked_reward`, and the errors of the functions."""
         sample = replace(sample, response=extract_answer(sample.text, self._pattern))
-        values = [term.weight * _number(term.name, function, function(sample)) for term, function in self._terms]
-        return checked_reward(sum(values))
+        values = {term.name: _number(term.name, function, function(sample)) for term, function in self._terms}
+        return Score(checked_reward(sum(term.weight * values[term.name] for term, _ in self._terms)), values)
 
 
 def _number(name: str, function: RewardFunction, value: Any) -> float:
@@ -174,7 +184,7 @@ def _number(name: str, function: RewardFunction, value: Any) -> float:
 
 
 def reward_pool(config: RewardConfig, workers: int) -> WorkerPool:
-    """Processes that score: `RewardSample` → reward."""
+    """Processes that score: `RewardSample` → `Score`."""
     return WorkerPool("reward", config.timeout_s, partial(Scorer, config), workers)
 
 

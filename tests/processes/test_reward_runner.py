@@ -37,7 +37,8 @@ def config(name: str, **values: float | None) -> RewardConfig:
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
     section = config(name, **values)
     with reward_pool(section, section.workers) as pool:
-        return [SYSTEM.result(future, math.inf) for future in [pool.submit(one) for one in what]]
+        outcomes = [SYSTEM.result(future, math.inf) for future in [pool.submit(one) for one in what]]
+    return [(score and score.reward, problem) for score, problem in outcomes]
 
 
 def await_that(holds: Callable[[], bool]) -> None:

@@ -162,8 +162,8 @@ class TestRun:
         script = trajectory(0), trajectory(1, error="too long"), trajectory(2)
         outcome = self.run(*script, path="rows.jsonl", reward=reward)
         found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
-        rewards = {row["prompt_index"]: row.get("reward") for row in found}
-        assert rewards == {0: 2.0, 1: None, 2: 0.0}
+        rewards = {row["prompt_index"]: (row.get("reward"), row.get("rewards")) for row in found}
+        assert rewards == {0: (2.0, {"exact_match": 1.0}), 1: (None, None), 2: (0.0, {"exact_match": 0.0})}
         assert outcome.summary["rewards"] == {"scored": 2, "failures": {}, "mean": 1.0, "pass@1": 0.5}
         Path("rows.jsonl").write_text('{"prompt": "a"}\n')
         with pytest.raises(InputError, match=r"prompt 1 .*'answer' .*exact_match"):

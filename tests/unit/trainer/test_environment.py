@@ -102,8 +102,8 @@ def test_turns_are_scored_by_the_reward_functions() -> None:
     """By the reward functions and the pattern of the configuration; their errors are the environment's failure."""
     state, _ = ask("retry", "reset", Task(0, "3 + 4", "7"), 1)
     assert step("retry", state, "it is 7")[1] == Reply([], 1.0, True)
-    state, reply = step("retry", state, "it is 8")
-    assert not reply.done
+    state, reply, rewards = step("retry", state, "it is 8")
+    assert not reply.done and rewards == {"exact_match": 0.0}
     with pytest.raises(ValueError, match="reference"):
         step("retry", state, "8", 1, answer=None)
 

@@ -98,7 +98,9 @@ def test_tasks_skipped_for_a_step_are_counted_for_it() -> None:
 def test_outputs_are_scored_while_others_are_rolled_out() -> None:
     """By what the pattern finds in them. Samples and advantages are recomputed in `test_recomputation.py`."""
     experience = collect(["x=1 x=2 1 y=1"], reward={"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"})
-    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and EVENTS == ["ended", "scored"] * 4
+    assert experience.rewards == [1.0, 0.0, 0.0, 1.0]
+    assert [score and score.rewards for score in experience.scores] == [{"exact_match": one} for one in (1, 0, 0, 1)]
+    assert [task.index for task in experience.tasks] == [0] * 4 and EVENTS == ["ended", "scored"] * 4
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
 
 

@@ -16,8 +16,10 @@ from specactor_ray.core.identity import token_identity
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
+from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.record import StepRecorder, numbers, results_of, staleness_of, step_line
+from specactor_ray.trainer.rewards import Score
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory
 
@@ -144,7 +146,9 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
     record = recorded.recorder
     stats = RequestStats(4, 10, 5, 1, {"ngram": (6, 4), "eagle": (4, 1)}), RequestStats(6, 0, 0, 0, {})
     outputs = [trajectory(range(tokens), stats=one) for tokens, one in zip((8, 6), stats, strict=True)]
-    experience = Experience([SAMPLE], outputs, [1.0, 0.0], reward_wait_s=1.0, environment_s=8.0, turns=5, rounds=2)
+    tasks = [Task(0, "p", metadata={"data_source": one}) for one in "ab"]
+    scores: list[Score | None] = [Score(1.0, {"exact_match": 1.0, "short": 0.5}), Score(0.0, {"exact_match": None})]
+    experience = Experience([SAMPLE], outputs, tasks, scores, reward_wait_s=1.0, environment_s=8.0, turns=5, rounds=2)
     ticks.now += 7.0  # of a start that is in no figure
     for step in (1, 2):
         record.begin(step - 1)
@@ -161,6 +165,8 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
         train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 0, "sampling_rounds": 2, "turns_mean": 2.5}
         train |= {"skipped_tasks": 0, **{name: UPDATE[name] for name in UPDATE if not name.startswith("logprob")}}
+        train |= {"reward/exact_match": 1.0, "reward/short": 0.5}
+        train |= {"reward_by_source/a": 1.0, "reward_by_source/b": 0.0}
         train |= {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
         speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
@@ -180,7 +186,7 @@ def test_a_step_without_a_reward_and_one_with_skipped_tasks(tmp_path: Path, capl
     reasons = Counter({"ValueError: no box": 2, "TimeoutError: 5 s": 3, "TimeoutError: 6 s": 1})
     failures = {"reward": reasons, "rollout": Counter[str]()}
     skip = "t.jsonl, line 4, has 9 tokens, and 3 is the limit"
-    unscored = Experience([], [trajectory(range(4))], failures=failures)
+    unscored = Experience([], [trajectory(range(4))], [Task(0, "p")], [None], failures=failures)
     recorded.steps(unscored, Experience(skipped_tasks=99, first_skip=skip))
     totals = recorded.recorder.finish("failed", 0).summary["totals"]
     found, skipped = recorded.records

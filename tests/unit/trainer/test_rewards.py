@@ -16,7 +16,15 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.trainer.data import has_reference
-from specactor_ray.trainer.rewards import NEED_ANSWERS, REWARDS, RewardSample, Scorer, extract_answer, find_reward
+from specactor_ray.trainer.rewards import (
+    NEED_ANSWERS,
+    REWARDS,
+    RewardSample,
+    Score,
+    Scorer,
+    extract_answer,
+    find_reward,
+)
 from tests.refused import refused
 
 BLANK = " \t\n\u00a0\u2003\u3000\u200b\ufeff\u00ad\u2800\u3164\ufe0f\u0301"
@@ -68,7 +76,8 @@ def test_functions_and_their_weighted_sum() -> None:
     with pytest.raises(ValueError, match="reference"):
         REWARDS["exact_match"](sample(""))
     terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
-    assert Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
+    score = Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4))
+    assert score == Score(1.75, {"exact_match": 1.0, "length": 0.25})
     for name, weight, number in (
         ("tests.fakes.reward_functions:not_a_number", 1.0, "nan"),
         ("length", 1e19, r"1e\+18"),
@@ -132,7 +141,7 @@ def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     score = Scorer(RewardConfig([RewardFunctionConfig("my_rewards:gsm8k")], answer_pattern=pattern))
     reference = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
     texts = ("It is 48, so 1072.", "**1,072**", "107", "none")
-    assert [score(sample(text, reference)) for text in texts] == [1.0, 1.0, 0.0, 0.0]
+    assert [score(sample(text, reference)).reward for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_names_that_are_refused() -> None:
