@@ -17,7 +17,15 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine, parameter_groups
+from specactor_ray.learner.engine import (
+    Forward,
+    PolicyModel,
+    SavedPart,
+    Tick,
+    TorchEngine,
+    make_optimizer,
+    round_linear_weights,
+)
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -81,8 +89,8 @@ def _store(rendezvous: Rendezvous) -> Any:
 
 
 class DeepSpeedEngine(TorchEngine):
-    """ZeRO stage 1, 2 or 3 over a float32 policy, after `join`. Stage 3 keeps a share of it in each rank and frees the
-    rest. (Creating it in pieces, by `zero.Init`, is incompatible with the way transformers loads.)"""
+    """ZeRO stage 1, 2 or 3 over a float32 policy, after `join`. Stage 3 keeps a share of it in each rank; it comes
+    whole on the CPU. (Loading it in pieces, under `zero.Init`, is incompatible with the way transformers loads.)"""
 
     def __init__(
         self,
@@ -98,11 +106,31 @@ class DeepSpeedEngine(TorchEngine):
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy
-        settings = _settings(config, self.world_size)
+        self._settings = _settings(config, self.world_size)
+        self._share_out(policy)
         self._engine, *_ = deepspeed.initialize(
-            model=policy, model_parameters=parameter_groups(policy, config.weight_decay), config=settings
+            model=policy, optimizer=make_optimizer(policy, config, device), config=self._settings
         )
         self._forward = self._engine
+
+    def _share_out(self, model: PolicyModel) -> None:
+        """Move a model to the device; with ZeRO-3 a rank keeps a share of each parameter, and the others wait on the
+        CPU meanwhile: a device never holds them all."""
+        import deepspeed
+
+        if self._stage == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=self._settings)
+        model.to(self.device)
+
+    def frozen(self, model: PolicyModel) -> Forward:
+        import deepspeed
+
+        if self._stage < 3:
+            return super().frozen(model)
+        round_linear_weights(model, getattr(torch, self._config.dtype))
+        self._share_out(model)
+        forward: Forward = deepspeed.initialize(model=model, config=self._settings)[0]
+        return forward
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -206,10 +234,8 @@ def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": config.learning_rate, "torch_adam": config.gpus == 0},
-        },
+        # An autocast outside of DeepSpeed would be switched off inside, on GPUs only.
+        "torch_autocast": {"enabled": config.dtype != "float32", "dtype": config.dtype},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

@@ -4,6 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,9 @@ class TokenScores(NamedTuple):
     """Entropy in nats."""
     values: torch.Tensor
     """Values of the value head; zeros without one."""
+
+
+Forward = Callable[[MicroBatch], TokenScores]
 
 
 class PolicyModel(nn.Module):
@@ -128,21 +132,22 @@ class TorchEngine:
 
     def __init__(self, policy: PolicyModel, config: TrainerConfig, tick: Tick = lambda: None) -> None:
         self.policy, self._config, self._tick = policy, config, tick
-        self._forward: Any = policy
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(policy, config.weight_decay),
-            lr=config.learning_rate,
-            fused=self.device.type == "cuda",
-        )
+        self._forward: Forward = functools.partial(in_dtype, policy, self.device, config.dtype)
+        self._optimizer = make_optimizer(policy, config, self.device)
 
-    def score(self, batch: MicroBatch, model: PolicyModel | None = None) -> TokenScores:
-        """Forward pass of the policy, or of another model; with gradients unless inside `torch.no_grad`."""
-        with autocast(self.device, self._config.dtype):
-            scores: TokenScores = (self._forward if model is None else model)(batch)
+    def score(self, batch: MicroBatch, model: Forward | None = None) -> TokenScores:
+        """Forward pass of the policy, or of the model of `frozen`; with gradients unless inside `torch.no_grad`."""
+        scores = (model or self._forward)(batch)
         self._tick()
         return scores
+
+    def frozen(self, model: PolicyModel) -> Forward:
+        """A model on the CPU that is never trained, on the engine's device: its forward, which gives what it would give
+        with float32 weights. All ranks call it together."""
+        round_linear_weights(model, getattr(torch, self._config.dtype))
+        return functools.partial(in_dtype, model.to(self.device), self.device, self._config.dtype)
 
     @torch.no_grad()
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
@@ -228,6 +233,12 @@ def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float, learning_rat
     return norm
 
 
+def make_optimizer(policy: nn.Module, config: TrainerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW of torch, as one kernel on GPUs; DeepSpeed's own one needs a compiler there."""
+    groups = parameter_groups(policy, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=device.type == "cuda")
+
+
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameters in two groups: matrices, with weight decay, and norms and biases, without."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -261,3 +272,21 @@ def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int,
 def autocast(device: torch.device, dtype: str) -> torch.autocast:
     """Context in which arithmetic is of this type; float32 changes nothing."""
     return torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32")
+
+
+def in_dtype(model: PolicyModel, device: torch.device, dtype: str, batch: MicroBatch) -> TokenScores:
+    """Forward of a model with arithmetic of this type."""
+    with autocast(device, dtype):
+        scores: TokenScores = model(batch)
+    return scores
+
+
+def round_linear_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the weights that autocast rounds in every forward anyway, those of linear layers, so that all log-
+    probabilities under autocast stay the same to the last bit. A weight that an embedding shares stays as it is."""
+    modules = list(model.modules())
+    kept = {id(weight) for module in modules if type(module) is not nn.Linear for weight in module._parameters.values()}
+    for module in modules:
+        for weight in module._parameters.values() if type(module) is nn.Linear else ():
+            if weight is not None and id(weight) not in kept:
+                weight.data = weight.data.to(dtype)

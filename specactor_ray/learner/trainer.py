@@ -51,9 +51,10 @@ class Trainer:
             tick()
         reference = None
         if config.algorithm.kl_coef:
-            reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
+            kept = PolicyModel(self._load(config.target.model, "cpu"), config.sampling.temperature)
             # Of the policy's architecture, which was compared.
-            reference.model.set_attn_implementation(self.engine.policy.model.config._attn_implementation)
+            kept.model.set_attn_implementation(self.engine.policy.model.config._attn_implementation)
+            reference = self.engine.frozen(kept)
         self._updater = PolicyUpdater(self.engine, recipe, config, reference)
 
     @property
@@ -108,19 +109,22 @@ class Trainer:
         return part
 
     def _make_policy(self, source: str, recipe: AlgorithmConfig) -> PolicyModel:
-        model = self._load(source).requires_grad_(True)
-        if self._config.trainer.gradient_checkpointing:
+        trainer = self._config.trainer
+        shared = trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3
+        device = torch.device("cpu") if shared else self._device  # the whole may be larger than a device
+        model = self._load(source, str(device)).requires_grad_(True)
+        if trainer.gradient_checkpointing:
             recompute_layers(model)
         self.tick()
         temperature = self._config.sampling.temperature
-        policy = PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(self._device)
+        policy = PolicyModel(model, temperature, uses_values(recipe), bool(recipe.entropy_coef)).to(device)
         attend_as_in_eager_mode(policy)
         self.tick()
         return policy
 
-    def _load(self, name: str) -> Any:
+    def _load(self, name: str, device: str) -> Any:
         trust, longest = self._config.target.trust_remote_code, self._config.target.max_model_len
-        return load_model(name, device=str(self._device), trust_remote_code=trust, max_model_len=longest)
+        return load_model(name, device=device, trust_remote_code=trust, max_model_len=longest)
 
 
 def _numel(weight: torch.Tensor) -> int:

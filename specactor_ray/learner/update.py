@@ -22,7 +22,7 @@ from specactor_ray.learner.algorithms import (
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import PolicyModel, TokenScores, TorchEngine
+from specactor_ray.learner.engine import Forward, TokenScores, TorchEngine
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class _Prepared:
 
 
 class PolicyUpdater:
-    """Turns samples into optimizer steps; `reference` is the model of a KL term."""
+    """Turns samples into optimizer steps; `reference` is the forward of a KL term's model."""
 
     def __init__(
         self,
         engine: TorchEngine,
         recipe: AlgorithmConfig,
         config: Config,
-        reference: PolicyModel | None = None,
+        reference: Forward | None = None,
     ) -> None:
         assert recipe.clip_high is not None  # filled by `make_recipe`
         self._engine, self._recipe, self._config = engine, recipe, config.trainer

@@ -3,6 +3,7 @@ only, and no other machine reaches the ranks."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -124,15 +125,54 @@ def test_two_deepspeed_ranks_have_the_gradients_of_one_process(stage: int, algor
     one_heads, two_heads = list[torch.Tensor](), list[torch.Tensor]()
     one_config, two_config = settings("torch", algorithm=algorithm), settings("deepspeed", stage, algorithm)
     one_config.trainer.learning_rate = two_config.trainer.learning_rate = RATE
+    one_config.algorithm.kl_coef = two_config.algorithm.kl_coef = 0.1
     one, one_metrics = run(one_config, range(STEPS), None, one_heads, descend)
     two, two_metrics = run(two_config, range(STEPS), None, two_heads, descend)
     assert_close(one, two, atol=SAME)
     start = load_model(str(tiny_target())).state_dict()
     assert max(float((tensor - start[name]).abs().max()) for name, tensor in one.items()) > 100 * SAME
-    assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
+    assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5) and one_metrics["kl"] > 1e-4
     before = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))[HEAD_WEIGHT]
     torch.testing.assert_close(one_heads, two_heads, atol=SAME, rtol=0)
     assert (one_heads[0] - before).abs().max() > 0
+
+
+def watch(stage: int) -> None:
+    """Prepare ranks that fail if a linear layer computes in float32, or if ZeRO-3 gets a model as a whole, which it
+    would move to the device. Without a device type `torch.is_autocast_enabled` is about CUDA: here, the ranks' device.
+    """
+    is_enabled, linear = torch.is_autocast_enabled, torch.nn.Linear.forward
+    torch.is_autocast_enabled = lambda device_type="cpu": is_enabled(device_type)
+
+    def checked_linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        y = linear(self, x)
+        assert y.dtype == torch.bfloat16 or not torch.is_grad_enabled(), "float32 in a forward of an update"
+        return y
+
+    torch.nn.Linear.forward = checked_linear
+    if stage == 3:
+        import deepspeed
+
+        initialize = deepspeed.initialize
+
+        def checked_initialize(model: torch.nn.Module, **others: Any) -> Any:
+            assert all(hasattr(parameter, "ds_id") for parameter in model.parameters()), "a device holds shares only"
+            return initialize(model=model, **others)
+
+        deepspeed.initialize = checked_initialize
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage"), [("torch", 2), *(pytest.param("deepspeed", s, marks=needs_deepspeed) for s in (2, 3))]
+)
+def test_bfloat16_is_bfloat16_and_a_reference_the_policy_to_the_last_bit(backend: str, stage: int) -> None:
+    config = settings(backend, stage)
+    config.trainer.dtype, config.trainer.mini_batches, config.algorithm.kl_coef = "bfloat16", 1, 0.1
+    with ForkedRanks(config, prepare=functools.partial(watch, stage if backend == "deepspeed" else 0)) as ranks:
+        start = weights_of(ranks)
+        first, second = (ranks.update(make_samples(8, seed=step), step, step) for step in range(2))
+        assert first["kl"] == 0.0 < second["kl"]
+        assert first["grad_norm"] > 0 and max(float((start[n] - t).abs().max()) for n, t in weights_of(ranks).items())
 
 
 @needs_deepspeed
@@ -193,6 +233,7 @@ def test_a_saved_trainer_goes_on_exactly_and_one_that_cannot_save_goes_on(
     backend: str, stage: int, tmp_path: Path
 ) -> None:
     config = settings(backend, stage, "ppo")
+    config.trainer.dtype = "bfloat16"
     with ForkedRanks(config) as ranks:
         for step in range(2):
             ranks.update(make_samples(8, seed=step), step, step)
@@ -281,6 +322,7 @@ def save_and_spoil(stage: int, folder: Path) -> None:
     engine = deepspeed_engine.DeepSpeedEngine(
         model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), lambda: None
     )
+    assert type(engine._engine.optimizer.optimizer) is torch.optim.AdamW, "which needs no compiler on GPUs either"
     train_once(engine)
     with engine.gathered([model.weight]):
         trained = model.weight.detach().clone()

@@ -3,6 +3,7 @@ shorter rows, with and without gradient checkpointing; a model of which that is 
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import Rendezvous
-from specactor_ray.learner.engine import PolicyModel
+from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.trainer import Trainer, attend_as_in_eager_mode, recompute_layers
 from specactor_ray.models.probe import eager_logprobs
 from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model, save_model
@@ -89,8 +91,20 @@ def test_the_reference_attends_as_the_policy_does(tmp_path: Path) -> None:
     target = {"model": save_model("gemma2", tmp_path), "dtype": "float32"}
     config = from_mapping({"target": target, "algorithm": {"kl_coef": 0.1}})
     trainer = Trainer(config, None, Rendezvous(0, 1, "", 0), lambda: None)
-    reference = trainer._updater._reference
-    assert reference is not None and reference.model.config._attn_implementation == "eager"
+    (reference, *_) = trainer._updater._reference.args  # type: ignore[union-attr]
+    assert reference.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rounded_reference_has_the_log_probabilities_of_the_policy_under_autocast(tied: bool) -> None:
+    policy = PolicyModel(make_model("llama", tie_word_embeddings=tied).requires_grad_(True))
+    engine = TorchEngine(policy, TrainerConfig(dtype="bfloat16"))
+    kept, before = copy.deepcopy(policy), sum(parameter.nbytes for parameter in policy.parameters())
+    reference, batch = engine.frozen(kept), collate(samples(), range(3))
+    assert kept.model.get_input_embeddings().weight.dtype == torch.float32
+    assert sum(parameter.nbytes for parameter in kept.parameters()) < 0.8 * before
+    with torch.no_grad():
+        assert torch.equal(engine.score(batch).logprobs, engine.score(batch, reference).logprobs)
 
 
 def test_less_is_kept_for_the_backward_pass() -> None:
