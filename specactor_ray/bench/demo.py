@@ -163,7 +163,7 @@ def _rounds(demo: Demo) -> Iterator[Workload]:
 
 def _train(demo: Demo) -> None:
     """A short GRPO run on this machine's cores, in its own run folder: outputs of one line."""
-    from specactor_ray.runs.training import METRICS_FILE, read_metrics
+    from specactor_ray.runs.records import METRICS_FILE, read_records
     from specactor_ray.trainer.run import train
 
     demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to them")
@@ -191,7 +191,7 @@ def _train(demo: Demo) -> None:
             begin = demo.seconds
 
     outcome = train(config, demo.console, watch)
-    demo.steps += read_metrics(outcome.folder / METRICS_FILE)
+    demo.steps += read_records(outcome.folder / METRICS_FILE)
     demo.status = outcome.status
 
 

@@ -17,7 +17,7 @@ from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
+from specactor_ray.core.files import remove_if_empty
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (
@@ -31,10 +31,11 @@ from specactor_ray.runs.folder import (
     saved_config,
     status_of,
 )
+from specactor_ray.runs.records import METRICS_FILE, drop_repeated
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, METRICS_FILE = "checkpoints", "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 _TASKS = "number of tasks"
 _POSITION = (
     "sampling.seed",
@@ -148,7 +149,7 @@ def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainSt
     store.remove_after(state.step)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     save_config(config, folder / f"config-from-step-{state.step:06d}.yaml")
-    _keep_metrics_until(folder / METRICS_FILE, state.step)
+    drop_repeated(folder, state.step, state.step)
     return state, checkpoint
 
 
@@ -168,26 +169,6 @@ def model_facts(target: TargetConfig) -> dict[str, Any]:
     text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return {name: getattr(text, name, None) for name in names}
-
-
-def _keep_metrics_until(file: Path, step: int) -> None:
-    """Drop the records of steps that will be repeated, and what is no record, such as half a line at the end."""
-    if not file.exists():
-        return
-    kept = []
-    for line in file.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if parse_json(text := line.decode())["step"] <= step:
-                kept.append(text + "\n")
-    write_text(file, "".join(kept))
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
-    try:
-        return [parse_json(line) for line in read_foreign(file).split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read as metrics: {error}") from None
 
 
 def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:

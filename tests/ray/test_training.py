@@ -21,10 +21,10 @@ from specactor_ray.config import load_config
 from specactor_ray.core.console import make_console
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.runs.training import read_metrics
+from specactor_ray.runs.records import read_records
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
-from specactor_ray.trainer.record import numbers
+from specactor_ray.trainer.figures import numbers
 from specactor_ray.trainer.run import train
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
@@ -73,7 +73,7 @@ def run(overrides: Sequence[str]) -> RunOutcome:
 
 
 def records(outcome_folder: Path) -> list[dict[str, Any]]:
-    return read_metrics(outcome_folder / "metrics.jsonl")
+    return read_records(outcome_folder / "metrics.jsonl")
 
 
 def command(overrides: Sequence[str], **environment: str) -> subprocess.Popen:

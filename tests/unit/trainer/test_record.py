@@ -18,7 +18,8 @@ from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, numbers, results_of, staleness_of, step_line
+from specactor_ray.trainer.figures import numbers, results_of, staleness_of, step_line
+from specactor_ray.trainer.record import StepRecorder
 from specactor_ray.trainer.rewards import Score
 from specactor_ray.transport.messages import RequestStats
 from tests.fakes.trajectories import trajectory

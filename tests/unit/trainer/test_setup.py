@@ -16,7 +16,8 @@ from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
-from specactor_ray.runs.training import keep_dtype, open_run, read_metrics
+from specactor_ray.runs.records import read_records
+from specactor_ray.runs.training import keep_dtype, open_run
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import check_memory
 from specactor_ray.startup.mode import settle
@@ -191,7 +192,7 @@ def test_where_a_run_goes_on(tmp_path: Path) -> None:
         keep_dtype(config)
         run = open_run(config)
         assert (run.state.step, run.state.position, run.checkpoint, run.is_saved) == (3, 9, path, True)
-        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+        assert [record["step"] for record in read_records(run.metrics_file)] == [1, 2, 3]
         assert config.target.dtype == load_config(run.folder / "config-from-step-000003.yaml").target.dtype == dtype
         run.close()
     run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))

@@ -1,0 +1,63 @@
+"""Trackers of a training run besides its files: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specactor_ray.config import Config
+from specactor_ray.runs.training import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+Tracker = Callable[[int, Mapping[str, float], Sequence[Mapping[str, str]]], None]
+"""Takes the number of a step, figures by name, and a table of a few outputs: rows of the same columns."""
+
+
+def open_trackers(config: Config, run: TrainingRun, parts: contextlib.ExitStack) -> list[Tracker]:
+    """The trackers of the configuration, as far as they are installed; `parts` closes them."""
+    found = (_tensorboard(config, run, parts), _wandb(config, parts))
+    return [tracker for tracker in found if tracker is not None]
+
+
+def _tensorboard(config: Config, run: TrainingRun, parts: contextlib.ExitStack) -> Tracker | None:
+    if not config.tracking.tensorboard:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.info("tensorboard is not installed; metrics go to the terminal and metrics.jsonl only")
+        return None
+    first = run.state.step + 1  # hides later records of an earlier attempt
+    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
+    parts.callback(writer.close)
+
+    def write(step: int, figures: Mapping[str, float], outputs: Sequence[Mapping[str, str]]) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(name, value, step)
+        if outputs:
+            rows = [outputs[0].keys(), ["---"] * len(outputs[0]), *(one.values() for one in outputs)]
+            lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+            writer.add_text("completions", "\n".join(lines), step)
+        writer.flush()
+
+    return write
+
+
+def _wandb(config: Config, parts: contextlib.ExitStack) -> Tracker | None:
+    project, name = config.tracking.wandb_project, config.run.name
+    if not project:
+        return None
+    import wandb  # type: ignore[import-not-found]
+
+    run = wandb.init(project=project, name=name, id=name, resume="allow")
+    parts.callback(run.finish)
+
+    def write(step: int, figures: Mapping[str, float], outputs: Sequence[Mapping[str, str]]) -> None:
+        rows = [list(one.values()) for one in outputs]
+        table = {"completions": wandb.Table(columns=list(outputs[0]), data=rows)} if outputs else {}
+        run.log({**figures, **table}, step=step)
+
+    return write
