@@ -82,7 +82,7 @@ def plan_variants(
         raise InputError("--modes: fon races draft methods, and fewer than two are in `drafters`")
     _reject_drafters_on_gpus(config)
     if auto is not None:
-        config = _with_cores_of(auto, config)
+        config = with_cores_of(auto, config)
     variants, left_out = list[Variant](), list[str]()
     for batch in batches:
         found = list[Variant]()
@@ -98,8 +98,8 @@ def plan_variants(
     return variants, list(dict.fromkeys(left_out))
 
 
-def _with_cores_of(auto: Config, config: Config) -> Config:
-    """A copy with all cores of mode auto: verifiers have those beyond what the variant uses."""
+def with_cores_of(auto: Config, config: Config) -> Config:
+    """A copy with all cores of mode `auto`: verifiers have those beyond what the variant uses."""
     chosen, target = copy.deepcopy(config), config.target
     more = devices_of(auto).cores - devices_of(config).cores
     share = more // target.replicas

@@ -16,7 +16,14 @@ from specactor_ray.cli.options import (
     parse_numbers,
     split_items,
 )
-from specactor_ray.cli.report import difference_lines, draft_table, reason_lines, speed_table, time_table
+from specactor_ray.cli.report import (
+    difference_lines,
+    draft_table,
+    reason_lines,
+    speed_table,
+    time_table,
+    training_pairs_table,
+)
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 
@@ -67,6 +74,40 @@ def bench_rollout(
     report = run_bench(settings, chosen, batches, workloads, output, progress, rounds)
     _show(report)
     finish(report["status"], all_identical(report))
+
+
+@bench.command("train")
+def bench_train(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    plain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Override for the plain rollout only, as in target.replicas=2; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Report. Default: bench.json in the run's folder.", show_default=False)
+    ] = None,
+) -> None:
+    """Train, and roll out every step twice, without drafts and with: the seconds of rollouts and of whole steps in
+    pairs, and acceptance by epoch. Exit code 1 if any token differs from plain decoding."""
+    settings, progress = load_settings(config_file, overrides)
+    from specactor_ray.bench.train import run_bench, write_plot
+
+    report = run_bench(settings, output, progress, plain or ())
+    console = make_console()
+    if report["steps"]:
+        for name, title in (("epochs", "by epoch"), ("thirds", "by third of the run")):
+            console.print(training_pairs_table(report[name], title))
+        for name in ("rollout", "step"):
+            say(console, f"last third: {report['thirds'][-1][name]['verdict']}")
+        if (plot := write_plot(report)) is not None:
+            say(console, f"plot: {plot.resolve()}")
+    say(console, f"{report['status']}: {len(report['steps'])} steps; report: {Path(report['output']).resolve()}")
+    finish(report["status"], report["status"] == "complete" and not any(one["differences"] for one in report["steps"]))
 
 
 def _show(report: Mapping[str, Any]) -> None:

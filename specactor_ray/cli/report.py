@@ -131,6 +131,36 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     return _bench_table("ms per step of a verifier", results, rows)
 
 
+def training_pairs_table(parts: Iterable[Mapping[str, Any]], title: str) -> Table:
+    """Rollouts and whole steps of a training with drafts beside plain decoding, by parts of the run."""
+
+    def ratio(found: Mapping[str, Any]) -> str:
+        interval = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
+        return f"{found['ratio']:.2f}{interval}"
+
+    rows = (
+        {
+            "steps": "{} to {}".format(*one["steps"]),
+            "tokens": f"{one['tokens']:,}",
+            "tokens/s": f"{one['plain_tokens_per_s']:.0f} to {one['drafted_tokens_per_s']:.0f}",
+            "rollout": ratio(one["rollout"]),
+            "step": ratio(one["step"]),
+            "share": f"{one['rollout_share']:.0%}",
+            "acc. length": f"{one['acceptance_length']:.2f}",
+            "drafts right": ", ".join(
+                f"{method} {_share(accepted / max(drafted, 1), drafted)}"
+                for method, (drafted, accepted) in one["by_method"].items()
+            ),
+        }
+        for one in parts
+    )
+    caption = (
+        "tokens/s: of plain decoding and with drafts. rollout, step: ratio of the speeds with its 95% interval.\n"
+        "share: of the rollout in a plain step."
+    )
+    return make_table(rows, title, text=("drafts right",), caption=caption)
+
+
 def _bench_table(
     title: str, results: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, str]], caption: str | None = None
 ) -> Table:

@@ -80,7 +80,7 @@ class ExperienceMaker:
     are `Conversations`, or a `reward_pool`."""
 
     def __init__(self, config: Config, recipe: AlgorithmConfig, stream: TaskStream, workers: WorkerPool) -> None:
-        self._config, self._recipe, self._stream, self._workers = config, recipe, stream, workers
+        self._config, self._recipe, self.stream, self._workers = config, recipe, stream, workers
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step. Under dynamic sampling, further prompts replace groups with equal
@@ -88,7 +88,7 @@ class ExperienceMaker:
         used: they have no advantages, but may have a divergence, an entropy and values to train."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
         experience, kept, alike = Experience(), list[list[Sample]](), list[list[Sample]]()
-        skipped, self._stream.first_skip = self._stream.skipped, ""
+        skipped, self.stream.first_skip = self.stream.skipped, ""
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
             groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
@@ -102,12 +102,12 @@ class ExperienceMaker:
             if len(kept) >= wanted:
                 break
         experience.samples = [sample for samples in kept or alike for sample in samples]
-        experience.position = (self._stream.position, self._stream.skipped)
-        experience.skipped_tasks, experience.first_skip = self._stream.skipped - skipped, self._stream.first_skip
+        experience.position = (self.stream.position, self.stream.skipped)
+        experience.skipped_tasks, experience.first_skip = self.stream.skipped - skipped, self.stream.first_skip
         return experience
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
-        tasks = self._stream.take(count)
+        tasks = self.stream.take(count)
         outputs = self._episodes if isinstance(self._workers, Conversations) else self._single_outputs
         groups: list[Group] = [[] for _ in tasks]
         failed = None if (value := self._config.reward.failure_value) is None else Score(value)

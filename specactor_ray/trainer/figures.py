@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 COUNTS = ("skipped", "no_gradient")
 """Numbers of optimizer steps left out."""
-PHASES = ("rollout", "update", "sync", "checkpoint")
+PHASES = ("rollout", "update", "drafter", "sync", "checkpoint")
 
 
 def step_line(record: Mapping[str, Any], steps: int, width: int) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -37,6 +37,10 @@ from specactor_ray.trainer.record import StepRecorder
 from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_pool
 from specactor_ray.trainer.steps import Training, Watch
 
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.trainer.experience import ExperienceMaker
+
 _FLOAT32 = 4
 FIXES = (
     "a smaller trainer.micro_batch_tokens, target.kv_cache_gb or target.replicas, "
@@ -44,8 +48,19 @@ FIXES = (
 )
 
 
-def train(config: Config, console: Console, watch: Watch = lambda training: None) -> RunOutcome:
+Beside = Callable[["Rollout", "ExperienceMaker"], contextlib.AbstractContextManager[tuple[Any, Any]]]
+
+
+@contextlib.contextmanager
+def _alone(rollout: Rollout, maker: ExperienceMaker) -> Iterator[tuple[Rollout, ExperienceMaker]]:
+    yield rollout, maker
+
+
+def train(
+    config: Config, console: Console, watch: Watch = lambda training: None, beside: Beside = _alone
+) -> RunOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch`: see `Training`.
+    `beside`: context with what stands for the rollout and the maker of experience, such as those of a comparison.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
@@ -68,7 +83,7 @@ def train(config: Config, console: Console, watch: Watch = lambda training: None
             memory = plan_memory(config)
             check_memory(config, machine.free_bytes, memory, FIXES)
             announce(resolved, run, memory, console)
-            return _train(resolved, run, stream, console, watch)
+            return _train(resolved, run, stream, console, watch, beside)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
@@ -80,7 +95,9 @@ def train(config: Config, console: Console, watch: Watch = lambda training: None
             run.close()
 
 
-def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch) -> RunOutcome:
+def _train(
+    resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch, beside: Beside
+) -> RunOutcome:
     """Start all parts and run the steps."""
     config = resolved.config
     with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
@@ -102,6 +119,7 @@ def _train(resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Co
         else:
             workers = parts.enter_context(Conversations(config, _tokenizer(config.target), resolved.context))
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
+        rollout, maker = parts.enter_context(beside(rollout, maker))
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
             parts.callback(ahead.close)

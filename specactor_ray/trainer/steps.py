@@ -113,7 +113,7 @@ class Training:
         rollout, trainer, record, done = self.rollout, self._trainer, self._record, self.state.step
         drafter_weights = None
         if self._teaches:
-            with record.timed("update"):
+            with record.timed("drafter"):
                 drafter_weights = trainer.train_drafter(experience.samples, done - 1)
         with record.timed("sync"):
             weights = trainer.export_weights(done)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from specactor_ray import Rollout
+from specactor_ray.bench.train import run_bench
 from specactor_ray.config import load_config
 from specactor_ray.core.console import make_console
 from specactor_ray.core.types import SamplingParams
@@ -155,14 +156,17 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rollout, "update_drafter", update)
-        outcome = run(settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts))
-    done = records(outcome.folder)
+        chosen = settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts)
+        report = run_bench(load_config(None, chosen), None, make_console(sys.stderr))
+    done = records(Path(report["run"]))
     rewards = [record["train"]["reward_mean"] for record in done]
-    assert outcome.status == "complete" and len(rewards) == STEPS
+    assert report["status"] == "complete" and len(report["steps"]) == len(rewards) == STEPS
+    assert not any(step["differences"] for step in report["steps"])  # each was rolled out by plain decoding, too
+    assert sum(step["tokens"] for step in report["steps"]) == sum(record["speed"]["tokens"] for record in done)
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.06, f"rewards: {rewards}"
     assert len(versions) == STEPS and sorted(set(versions)) == versions and versions[0] > 0
     figures = {method: [record["speed"]["by_method"].get(method, [0, 0]) for record in done] for method in METHODS}
-    table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
+    table = json.loads(Path(report["run"], "summary.json").read_text())["totals"]["drafters"]
     for method, pairs in figures.items():
         drafted, accepted = (sum(column) for column in zip(*pairs, strict=True))
         assert 0 < accepted <= drafted and table[method] == [drafted, accepted]
