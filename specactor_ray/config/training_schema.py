@@ -94,7 +94,7 @@ class RewardFunctionConfig:
 
     name: str = "exact_match"
     """`reasoning_gym` (the task's own scorer), `math` (math-verify), `exact_match`, `length`, or a function of your own
-    as `package.module:function`."""
+    as `package.module:function`: of one output, or in the form of TRL or of verl."""
     weight: float = limited(math.isfinite, "use a finite number.", default=1.0)
     """Factor of its value in the sum."""
 
@@ -109,7 +109,7 @@ class RewardConfig:
     """Regular expression; the last match in the output that is not blank (its first group, if it has one) is the
     answer that is scored. Default: the whole output, white space stripped."""
     timeout_s: float = positive(10.0)
-    """Longest time for scoring one sample, in seconds."""
+    """Longest time for scoring one sample, in seconds; with a function of a batch, n times as long for n samples."""
     failure_value: float | None = limited(
         lambda value: abs(value) <= LARGEST_REWARD,
         f"use a number up to {LARGEST_REWARD:g}, or null to leave such samples out.",

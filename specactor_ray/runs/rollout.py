@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import queue
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -64,8 +65,12 @@ class RowScorer(Protocol):
     def check(self, rows: Sequence[Any]) -> None:
         """Refuse rows of prompts that cannot be scored. Raises UserError, before anything starts."""
 
-    def submit(self, row: Mapping[str, Any]) -> Future[tuple[Any, str]]:
-        """Begin to score a row. The result is its `Score`, or None and the reason if there is none."""
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the rows of an interrupted run, beside which functions of a batch score others of the same prompts."""
+
+    def submit(self, row: Mapping[str, Any]) -> Future[tuple[Any, str]] | None:
+        """Begin to score a row; None for one of a failed request. The result is its `Score`, or None and the reason if
+        there is none."""
 
 
 @dataclass(slots=True)
@@ -299,7 +304,9 @@ def _consume(
     scorer: RowScorer | None,
 ) -> None:
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
-    unscored = deque[tuple[dict[str, Any], Future[tuple[Any, str]]]]()
+    unscored, scored = dict[Future[tuple[Any, str]], dict[str, Any]](), queue.SimpleQueue[Future[tuple[Any, str]]]()
+    if scorer is not None:
+        scorer.resume(there)
 
     def read() -> tuple[int, int, int, float]:
         metrics, ended = rollout.metrics(), tally.finish_reasons
@@ -311,19 +318,20 @@ def _consume(
         tally.add(row)
 
     def keep_scored() -> None:
-        row, future = unscored.popleft()
-        score, problem = future.result()
+        future = scored.get()
+        row, (score, problem) = unscored.pop(future), future.result()
         failed = {"reward_error": problem, "reward": rollout.config.reward.failure_value}
         keep(row | (failed if problem else asdict(score)))
 
     with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(rows, skip=skip, encoded=encoded):
             row = trajectory.to_json()
-            if scorer is None or trajectory.finish_reason == "error":
+            if scorer is None or (future := scorer.submit(row)) is None:
                 keep(row)
             else:
-                unscored.append((row, scorer.submit(row)))
-            while unscored and unscored[0][1].done():
+                unscored[future] = row
+                future.add_done_callback(scored.put)
+            while not scored.empty():
                 keep_scored()
         while unscored:
             keep_scored()

@@ -33,7 +33,7 @@ class Task:
     answer: str | None = None
     """The reference answer, if there is one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """All other keys of the row."""
+    """The row's keys, but for its prompt."""
     place: str = ""
     """Place of the row, for messages."""
 
@@ -104,7 +104,7 @@ class TableSource:
         prompt = row[key]
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
-        rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
+        rest = {name: value for name, value in row.items() if name != key}
         answer = answer_text(row.get(config.answer_key), where, config.answer_key, self._float)
         return Task(index, with_system_prompt(prompt, config), answer, rest, where)
 

@@ -230,7 +230,7 @@ class EnvironmentWorker:
         instance, rewards = pickle.loads(state), dict[str, float | None]()
 
         def score() -> float:
-            found = self._scorer(sample)
+            found = self._scorer.score(sample)
             rewards.update(found.rewards)
             return found.reward
 

@@ -24,7 +24,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.rewards import Score, reward_sample
+from specactor_ray.trainer.rewards import Score, Scoring, reward_sample
 from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
@@ -132,13 +132,15 @@ class ExperienceMaker:
         """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
         out."""
         most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
+        scoring = Scoring(self._config.reward, self._workers, self._config.data.n)
         for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+            sample = reward_sample(tasks[one.prompt_index], one.text, one.token_ids, one.finish_reason, most)
+            is_scored = not one.error and bool(one.token_ids)
+            future = scoring.add(one.prompt_index, one.sample_index, sample if is_scored else None)
             if one.error:
                 experience.failures["rollout"][one.error] += 1
-            elif one.token_ids:
-                task = tasks[one.prompt_index]
-                sample = reward_sample(task, one.text, one.token_ids, one.finish_reason, most)
-                ended.append((one, self._workers.submit(sample)))
+            elif is_scored:
+                ended.append((one, future))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
         begin = SYSTEM.now()
         outputs = [(one, SYSTEM.result(future, math.inf)) for one, future in ended]

@@ -3,12 +3,16 @@ rows of a rollout."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
-import itertools
+import inspect
 import logging
 import math
+import numbers
 import re
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,10 +25,10 @@ from specactor_ray.config.methods import import_named
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ConfigError, InputError, clipped, counted_by_kind, place_of
-from specactor_ray.rollout.prompts import split_row
+from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text, counted_by_kind, place_of
+from specactor_ray.rollout.prompts import Prompt, is_token_ids, split_row
 from specactor_ray.trainer.data import Task, answer_text, has_reference, is_blank
-from specactor_ray.trainer.workers import Outcome, WorkerPool
+from specactor_ray.trainer.workers import Outcome, WorkerPool, answer
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +37,13 @@ logger = logging.getLogger(__name__)
 class RewardSample:
     """One output, with the data of its task."""
 
-    prompt: Any
+    prompt: Prompt
     text: str
     """The whole output."""
     answer: str | None
     """The reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """All other keys of the row."""
+    """The row's keys, but for its prompt."""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     max_tokens: int = 0
@@ -63,7 +67,8 @@ def reward_sample(task: Task, text: str, token_ids: Sequence[int], finish_reason
     return RewardSample(task.prompt, text, task.answer, task.metadata, tuple(token_ids), finish_reason, most)
 
 
-RewardFunction = Callable[[RewardSample], float]
+RewardFunction = Callable[..., Any]
+"""Takes a `RewardSample`, or the arguments of TRL's or verl's form; see `_Term`. It may be asynchronous."""
 
 
 def exact_match(sample: RewardSample) -> float:
@@ -112,9 +117,12 @@ NEED_ANSWERS = ("exact_match", "math")
 _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Reward → the module that it imports."""
 _KEY = "reward.functions"
-_SIGNATURE = (
-    "def reward(sample) returns a number for any output, such as 0.0 for one that it cannot read; it takes one output "
-    "(sample.text, sample.answer, sample.metadata), where a function of TRL takes a batch"
+_BATCH = frozenset(("prompts", "completions", "completion_ids"))
+"""Parameters of TRL's form, one of which a function of a batch has."""
+_FORMS = (
+    "it returns a number for any output, such as 0.0 for one that it cannot read, and takes one output, def f(sample) "
+    "(sample.text, sample.answer, sample.metadata); or a batch as in TRL, def f(completions, **columns), and returns a "
+    "list; or def f(data_source, solution_str, ground_truth, extra_info), as in verl"
 )
 _MADE_UP = ("", "This text is no output of a model.")
 """Texts of made-up outputs; in place of the empty one the answer of the task."""
@@ -134,8 +142,111 @@ def find_reward(name: str) -> RewardFunction:
         return REWARDS[name]
     function = import_named(name, _KEY)
     if not callable(function):
-        raise ConfigError(_KEY, f"{name} is not a function.", "name one that takes a RewardSample.")
+        raise ConfigError(_KEY, f"{name} is not a function.", f"name one; {_FORMS}.")
     return function  # type: ignore[no-any-return]
+
+
+class _Term:
+    """A reward function, called in the form that the names of its parameters show. Raises ConfigError if it is not
+    available, or has another form.
+
+    `prompts`, `completions` or `completion_ids`: TRL's, a batch; each completion is a message if the prompt has
+    messages, else a text. `solution_str`: verl's. One parameter: a `RewardSample`.
+    """
+
+    def __init__(self, config: RewardFunctionConfig) -> None:
+        self.name, self.weight, self._function = config.name, config.weight, find_reward(config.name)
+        try:
+            self._signature = inspect.signature(self._function)
+            names = self._signature.parameters.keys()
+            self.takes_batch, self._is_verl = bool(_BATCH & names), "solution_str" in names
+            if not self.takes_batch and not self._is_verl:
+                self._signature.bind(None)
+        except (TypeError, ValueError) as error:
+            problem = f"{self._place} has none of the forms of a reward function ({clipped_text(str(error))})."
+            raise ConfigError(_KEY, problem, f"{_FORMS}.") from None
+
+    def values(self, samples: Sequence[RewardSample]) -> list[float | Exception | None]:
+        """Value of each output, None if the function does not apply to it, or an error."""
+        if not self.takes_batch:
+            return [_tried(self._value, sample) for sample in samples]
+        found = _tried(self._batch, samples)
+        if isinstance(found, Exception):
+            return [found] * len(samples)
+        return [None if value is None else _tried(self._number, value) for value in found]
+
+    def _value(self, sample: RewardSample) -> float:
+        if not self._is_verl:
+            return self._number(_awaited(self._function(sample)))
+        columns = sample.metadata
+        value = self._called(
+            data_source=columns.get("data_source", ""),
+            solution_str=sample.text,
+            ground_truth=(columns.get("reward_model") or {}).get("ground_truth", sample.answer),
+            extra_info=columns.get("extra_info", columns),
+        )
+        return self._number(value["score"] if isinstance(value, Mapping) else value)
+
+    def _batch(self, samples: Sequence[RewardSample]) -> list[Any]:
+        columns = {"answer": samples[0].answer, **samples[0].metadata}  # the same for all outputs of a prompt
+        is_text = isinstance(samples[0].prompt, str) or is_token_ids(samples[0].prompt)
+        texts = [sample.text for sample in samples]
+        values = self._called(
+            **{name: [value] * len(samples) for name, value in columns.items() if name not in _BATCH},
+            prompts=[sample.prompt for sample in samples],
+            completions=texts if is_text else [[{"role": "assistant", "content": text}] for text in texts],
+            completion_ids=[list(sample.token_ids) for sample in samples],
+        )
+        found = None if isinstance(values, str | Mapping) or not hasattr(values, "__iter__") else list(values)
+        if found is None or len(found) != len(samples):
+            what = clipped(values) if found is None else f"{len(found)} values"
+            raise ValueError(f"{self._place} returned {what} for {len(samples)} completions: one number each is needed")
+        return found
+
+    def _called(self, **arguments: Any) -> Any:
+        """Result for those of the arguments that the function takes."""
+        parameters = self._signature.parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        taken = {name: arguments[name] for name in arguments if takes_all or name in parameters}
+        try:
+            self._signature.bind(**taken)
+        except TypeError as error:
+            known = ", ".join(sorted(arguments))
+            raise ValueError(f"{self._place}: {error}; it can take {known}, which are columns of the data") from None
+        return _awaited(self._function(**taken))
+
+    def _number(self, value: Any) -> float:
+        """A number as float; so are true and false, and arrays and tensors without dimensions. A text is none, also one
+        of digits: a function that returns it did not compare anything."""
+        plain = value.item() if getattr(value, "shape", None) == () else value
+        if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
+            raise ValueError(f"{self._place} returned {clipped(value)}, which is no finite number")
+        return float(plain)
+
+    @property
+    def _place(self) -> str:
+        return self.name + place_of(self._function)
+
+
+def _tried(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        return error
+
+
+def _awaited(value: Any) -> Any:
+    """The result of a coroutine; other values as they are."""
+    return asyncio.run_coroutine_threadsafe(value, _loop()).result() if inspect.iscoroutine(value) else value
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Event loop of asynchronous functions, one for all calls of a process. It has a thread of its own: steps of an
+    environment, which call functions, run in another loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def extract_answer(text: str, pattern: str | None) -> str:
@@ -161,30 +272,74 @@ def checked_reward(reward: float) -> float:
 
 class Scorer:
     """Finds the answer in an output and sums the configured reward functions, weighted. Raises ConfigError if one of
-    them is not available."""
+    them is not available, or named twice."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._pattern = config.answer_pattern
-        self._terms: Sequence[tuple[RewardFunctionConfig, RewardFunction]] = [
-            (term, find_reward(term.name)) for term in config.functions
-        ]
+        self._pattern, self._terms = config.answer_pattern, [_Term(one) for one in config.functions]
+        self.takes_batch = any(term.takes_batch for term in self._terms)
+        """Whether a function takes all outputs of a prompt at once."""
+        if twice := [name for name, count in Counter(term.name for term in self._terms).items() if count > 1]:
+            raise ConfigError(_KEY, f"{twice[0]} is there twice.", "name it once; its weight is the sum of the two.")
 
-    def __call__(self, sample: RewardSample) -> Score:
-        """The score. Raises ValueError if it is no number of `checked_reward`, and the errors of the functions."""
-        sample = replace(sample, response=extract_answer(sample.text, self._pattern))
-        values = {term.name: _number(term.name, function, function(sample)) for term, function in self._terms}
-        return Score(checked_reward(sum(term.weight * values[term.name] for term, _ in self._terms)), values)
+    def __call__(self, samples: Sequence[RewardSample]) -> list[Outcome]:
+        """The `Score` of each output; all are of one prompt."""
+        return [answer(self._sum, values) for values in zip(*self._values(samples), strict=True)]
+
+    def score(self, sample: RewardSample) -> Score:
+        """The score of one output. Raises the errors of the functions, and ValueError if it has no reward."""
+        return self._sum([value for (value,) in self._values([sample])])
+
+    def _values(self, samples: Sequence[RewardSample]) -> list[list[float | Exception | None]]:
+        """By function, and by sample."""
+        samples = [replace(one, response=extract_answer(one.text, self._pattern)) for one in samples]
+        return [term.values(samples) for term in self._terms]
+
+    def _sum(self, values: Sequence[float | Exception | None]) -> Score:
+        rewards, products = dict[str, float | None](), list[float]()
+        for term, value in zip(self._terms, values, strict=True):
+            if isinstance(value, Exception):
+                raise value
+            rewards[term.name] = value
+            products += [] if value is None else [term.weight * value]
+        if not products:
+            raise ValueError("no reward function applies to it: each returned None")
+        return Score(checked_reward(sum(products)), rewards)
 
 
-def _number(name: str, function: RewardFunction, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}{place_of(function)} returned {clipped(value)}, which is no number") from None
+class Scoring:
+    """Scores outputs as they end, in the processes of a `reward_pool`. For a function of a batch, outputs of a prompt
+    are scored together once all `n` have ended, in their order: a score does not depend on the time of ends."""
+
+    def __init__(self, config: RewardConfig, pool: WorkerPool, n: int) -> None:
+        self._pool, self.size = pool, n if Scorer(config).takes_batch else 1
+        """Number of outputs that are scored together."""
+        self._groups = defaultdict[int, dict[int, tuple[RewardSample | None, Future[Outcome]]]](dict)
+
+    def add(self, prompt: int, number: int, sample: RewardSample | None) -> Future[Outcome]:
+        """Begin to score an output of a prompt, with its number; `sample` is None if there is none to score. The
+        result is a `Score`, or None and the reason if there is none."""
+        group, future = self._groups[prompt], Future[Outcome]()
+        group[number] = (sample, future)
+        if len(group) < self.size:
+            return future
+        if scored := [pair for _, pair in sorted(self._groups.pop(prompt).items()) if pair[0] is not None]:
+            whole = self._pool.submit([one for one, _ in scored], len(scored))
+            whole.add_done_callback(partial(_hand_out, [waiting for _, waiting in scored]))
+        return future
+
+
+def _hand_out(futures: Sequence[Future[Outcome]], whole: Future[Outcome]) -> None:
+    """Give each output of a group its own outcome."""
+    for index, future in enumerate(futures):
+        try:
+            outcomes, problem = whole.result()
+            future.set_result((None, problem) if problem else outcomes[index])
+        except BaseException as error:  # noqa: BLE001 - of a pool that was closed; the caller gets it
+            future.set_exception(error)
 
 
 def reward_pool(config: RewardConfig, workers: int) -> WorkerPool:
-    """Processes that score: `RewardSample` → `Score`."""
+    """Processes that score: outputs of a prompt → an `Outcome` with a `Score` each; see `Scoring`."""
     return WorkerPool("reward", config.timeout_s, partial(Scorer, config), workers)
 
 
@@ -205,35 +360,47 @@ def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) ->
         return
     reasons, most = Counter[str](), config.sampling.max_tokens
     with reward_pool(config.reward, 1) as scorers:
-        for task, text in itertools.product(tasks, _MADE_UP):
-            made_up = reward_sample(task, text or task.answer or "Yes.", range(8), "stop", most)
-            _, problem = SYSTEM.result(scorers.submit(made_up), math.inf)
-            if not problem:
-                return
-            reasons[problem] += 1
+        for task in tasks:
+            scoring = Scoring(config.reward, scorers, len(_MADE_UP))
+            texts = [text or task.answer or "Yes." for text in _MADE_UP]
+            made_up = [reward_sample(task, text, range(8), "stop", most) for text in texts]
+            for future in [scoring.add(0, number, sample) for number, sample in enumerate(made_up)]:
+                _, problem = SYSTEM.result(future, math.inf)
+                if not problem:
+                    return
+                reasons[problem] += 1
     problem = f"{own} gave no reward to made-up outputs for the first tasks: {counted_by_kind(reasons)}."
     if config.reward.failure_value is None:
-        raise ConfigError(_KEY, problem, f"{_SIGNATURE}.")
+        raise ConfigError(_KEY, problem, f"{_FORMS}.")
     logger.warning("%s: %s", _KEY, problem)
 
 
 class RolloutScorer:
-    """A `RowScorer`: scores a rollout's rows. The answer is the column `data.answer_key`, all others are metadata."""
+    """A `RowScorer`: scores a rollout's rows. The answer is the column `data.answer_key`."""
 
     def __init__(self, config: Config, pool: WorkerPool) -> None:
-        self._config, self._pool = config, pool
+        self._config, self._scoring = config, Scoring(config.reward, pool, config.data.n)
 
     def check(self, rows: Sequence[Any]) -> None:
         tasks = [self._task(*split_row(row), f"prompt {number}") for number, row in enumerate(rows, start=1)]
         check_rewards(self._config, tasks[:2], next((one.place for one in tasks if not has_reference(one.answer)), ""))
 
-    def submit(self, row: Mapping[str, Any]) -> Future[Outcome]:
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        there = Counter(row["prompt_index"] for row in rows)
+        for row in rows:
+            if there[row["prompt_index"]] < self._scoring.size:
+                self.submit(row)
+
+    def submit(self, row: Mapping[str, Any]) -> Future[Outcome] | None:
         task, most = self._task(row["prompt"], row.get("columns", {}), "the row"), self._config.sampling.max_tokens
-        return self._pool.submit(reward_sample(task, row["text"], row["token_ids"], row["finish_reason"], most))
+        sample = reward_sample(task, row["text"], row["token_ids"], row["finish_reason"], most)
+        has_failed = row["finish_reason"] == "error"
+        future = self._scoring.add(row["prompt_index"], row["sample_index"], None if has_failed else sample)
+        return None if has_failed else future
 
     def _task(self, prompt: Any, columns: Mapping[str, Any], place: str) -> Task:
-        rest, key = dict(columns), self._config.data.answer_key
-        return Task(0, prompt, answer_text(rest.pop(key, None), place, key), rest, place)
+        key = self._config.data.answer_key
+        return Task(0, prompt, answer_text(columns.get(key), place, key), columns, place)
 
 
 @contextmanager

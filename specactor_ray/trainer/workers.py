@@ -67,9 +67,9 @@ class WorkerPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, request: Any) -> Future[Outcome]:
-        """Begin a request when a process is free."""
-        return self._threads.submit(self._answer, request)
+    def submit(self, request: Any, times: int = 1) -> Future[Outcome]:
+        """Begin a request when a process is free. Its time limit is `times` the pool's."""
+        return self._threads.submit(self._answer, request, times)
 
     def close(self) -> None:
         """Kill the processes, without waiting for running requests. Idempotent."""
@@ -77,12 +77,12 @@ class WorkerPool:
             process.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _answer(self, request: Any) -> Outcome:
+    def _answer(self, request: Any, times: int) -> Outcome:
         process = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):
                 try:
-                    return process.answer(request)
+                    return process.answer(request, times)
                 except _DiedError as problem:
                     level = logging.DEBUG if self._died or process.closed else logging.WARNING
                     message = "%s process died: %s; a request has up to %d attempts"
@@ -106,18 +106,18 @@ class _WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection
 
-    def answer(self, request: Any) -> Outcome:
+    def answer(self, request: Any, times: int) -> Outcome:
         """Execute a request. Raises `_DiedError`."""
         try:
             if self._process is None and (problem := self._start()):
                 self._end()
                 return None, problem
             self._channel.send(request)
-            outcome: Outcome = self._receive(self._timeout_s)
+            outcome: Outcome = self._receive(times * self._timeout_s)
             return outcome
         except TimeoutError:
             self._end()
-            return None, f"took longer than {self._name}.timeout_s ({self._timeout_s:g} s)"
+            return None, f"took longer than {self._name}.timeout_s ({self._timeout_s:g} s{f' x {times}' * (times > 1)})"
         except (_DiedError, OSError, EOFError) as problem:
             self._end()
             raise _DiedError(str(problem) or "it closed its channel") from None

@@ -17,7 +17,7 @@ from specactor_ray.config.training_schema import RewardConfig, RewardFunctionCon
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
-from specactor_ray.trainer.rewards import RewardSample, reward_pool
+from specactor_ray.trainer.rewards import RewardSample, Scoring, reward_pool
 from specactor_ray.trainer.workers import Outcome
 from tests.fakes.reward_functions import raises_on_even_length
 
@@ -37,7 +37,9 @@ def config(name: str, **values: float | None) -> RewardConfig:
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
     section = config(name, **values)
     with reward_pool(section, section.workers) as pool:
-        outcomes = [SYSTEM.result(future, math.inf) for future in [pool.submit(one) for one in what]]
+        scoring = Scoring(section, pool, len(what))
+        futures = [scoring.add(0, number, one) for number, one in enumerate(what)]
+        outcomes = [SYSTEM.result(future, math.inf) for future in futures]
     return [(score and score.reward, problem) for score, problem in outcomes]
 
 

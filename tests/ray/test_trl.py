@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import import_named
+from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.upstream import TRL
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
+from specactor_ray.trainer.rewards import RewardSample, Scorer, _loop
 from tests.contract import lacking
 from tests.local_ray import local_ray
 from tests.served import served
@@ -49,12 +55,46 @@ PARTS = {
 }
 """Everything of TRL that is used beside what is imported."""
 
+FORMS = ("above_mean", "lengths", "batch_of")
+"""Reward functions in TRL's form: an asynchronous one by the other outputs, by token ids, with None for an output."""
 
 cluster = local_ray(2)
 
 
 def test_the_installed_version_has_every_part() -> None:
     assert TRL.lacking() == "" and lacking(PARTS) == []
+
+
+@pytest.mark.parametrize("prompt", ["hi", [{"role": "user", "content": "hi"}]])
+def test_rewards_are_those_of_trl(prompt: Any) -> None:
+    """Of the outputs of a prompt, for functions of TRL and others in its form: each one's values, and their sums."""
+    names = ["trl.rewards:think_format_reward", *(f"tests.fakes.reward_forms:{one}" for one in FORMS)]
+    names = names[prompt == "hi" :]  # the first one reads messages alone
+    texts = ["<think>a</think>b", "b", "<think>a"]
+    ids, columns = [[1] * (number + 1) for number in range(3)], {"answer": "whole tuple of 3", "level": "easy"}
+    weights = [0.5, -2.0, 1.0, 0.25][-len(names) :]
+    terms = [RewardFunctionConfig(name, weight) for name, weight in zip(names, weights, strict=True)]
+    samples = [RewardSample(prompt, text, None, columns, tuple(own)) for text, own in zip(texts, ids, strict=True)]
+    found = [score for score, _ in Scorer(RewardConfig(terms))(samples)]
+    completions = texts if prompt == "hi" else [[{"role": "assistant", "content": text}] for text in texts]
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", is_main_process=False),
+        reward_funcs=[import_named(name, "") for name in names],
+        reward_processing_classes=[None] * len(names),
+        reward_func_names=names,
+        async_loop=_loop(),
+        **dict.fromkeys(("_log_completion_extra", "_log_metric", "environments")),
+        state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(report_to=[]),
+    )
+    rows = [{"prompt": prompt, **columns}] * 3
+    from trl import GRPOTrainer  # takes ten seconds
+
+    values = GRPOTrainer._calculate_rewards(trainer, rows, [prompt] * 3, completions, ids)
+    expected = (values * torch.tensor(weights)).nansum(dim=1)
+    assert [score.reward for score in found] == pytest.approx(expected.tolist())
+    for score, row in zip(found, values.tolist(), strict=True):
+        assert [math.nan if one is None else one for one in score.rewards.values()] == pytest.approx(row, nan_ok=True)
 
 
 def start(mode: str, **more: Any) -> Rollout:

@@ -172,6 +172,20 @@ class TestRun:
             self.run(trajectory(0), path="rows.jsonl", reward={"functions": [{"name": "exact"}]}, name="s")
         assert not Path("runs/s").exists()
 
+    def test_functions_of_a_batch_see_the_outputs_of_an_interrupted_run_too(self) -> None:
+        """By number of outputs and place; that of a failed request is not there."""
+        reward = {"functions": [{"name": "tests.fakes.reward_forms:rank"}], "workers": 1}
+        self.run(trajectory(0), trajectory(1, error="too long"), KeyboardInterrupt())
+        more = [replace(trajectory(index), sample_index=1) for index in (1, 0)]
+        outcome = self.run(*more, reward=reward, n=2, resume="auto")
+        found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
+        assert {(row["prompt_index"], row["sample_index"]): row.get("reward") for row in found} == {
+            (0, 0): None,
+            (1, 0): None,
+            (1, 1): 1004.0,
+            (0, 1): 2104.0,
+        }
+
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
         lines = ["a", " ".join(["the red fox sleeps on the mat."] * 4), "c"]

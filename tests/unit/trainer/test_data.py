@@ -53,7 +53,7 @@ def test_prompts_answers_and_metadata_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", rows)
     config = DataConfig(path=path, prompt_key="question", answer_key="solution")
     first, second = open_source(config, 0)[0], open_source(config, 0)[1]
-    assert (first.prompt, first.answer, dict(first.metadata)) == ("1+1?", "2", {"level": "easy"})
+    assert (first.prompt, first.answer, dict(first.metadata)) == ("1+1?", "2", {"solution": 2, "level": "easy"})
     assert second.prompt == MESSAGES and second.answer is None
     config.system_prompt = "Be brief."
     system = {"role": "system", "content": "Be brief."}

@@ -52,10 +52,10 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         self._config = config.reward
 
-    def submit(self, sample: RewardSample) -> Future[Outcome]:
+    def submit(self, samples: Sequence[RewardSample], times: int) -> Future[Outcome]:
         EVENTS.append("scored")
         future = Future[Outcome]()
-        future.set_result(answer(Scorer(self._config), sample))
+        future.set_result(answer(Scorer(self._config), samples))
         return future
 
 
@@ -102,6 +102,15 @@ def test_outputs_are_scored_while_others_are_rolled_out() -> None:
     assert [score and score.rewards for score in experience.scores] == [{"exact_match": one} for one in (1, 0, 0, 1)]
     assert [task.index for task in experience.tasks] == [0] * 4 and EVENTS == ["ended", "scored"] * 4
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
+
+
+def test_functions_of_a_batch_get_the_outputs_of_a_prompt_in_their_order() -> None:
+    """Whatever the order in which they end; those that failed are not among them."""
+    functions = [{"name": "tests.fakes.reward_forms:rank"}, {"name": RAISES}]
+    experience = collect(["1 2 3 4", "! 5 x 6", "! ! ! !"], reward={"functions": functions, "failure_value": 0.0})
+    assert experience.rewards == [4002.0, 4103.0, 4204.0, 4305.0, 3006.0, 0.0, 3207.0]
+    assert experience.failures["reward"].total() == 1 and experience.failures["rollout"] == {"lost": 5}
+    assert [*["ended"] * 8, "scored", *["ended"] * 4, "scored"] == EVENTS, "each group at its end, the failed one never"
 
 
 @pytest.mark.parametrize(

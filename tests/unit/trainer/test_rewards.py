@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from specactor_ray.trainer.rewards import (
     extract_answer,
     find_reward,
 )
+from tests.fakes.reward_forms import RETURNED
 from tests.refused import refused
 
 BLANK = " \t\n\u00a0\u2003\u3000\u200b\ufeff\u00ad\u2800\u3164\ufe0f\u0301"
@@ -76,7 +78,7 @@ def test_functions_and_their_weighted_sum() -> None:
     with pytest.raises(ValueError, match="reference"):
         REWARDS["exact_match"](sample(""))
     terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
-    score = Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4))
+    score = Scorer(RewardConfig(functions=terms)).score(sample("42", "42", token_ids=(1,), max_tokens=4))
     assert score == Score(1.75, {"exact_match": 1.0, "length": 0.25})
     for name, weight, number in (
         ("tests.fakes.reward_functions:not_a_number", 1.0, "nan"),
@@ -84,7 +86,112 @@ def test_functions_and_their_weighted_sum() -> None:
     ):
         scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig(name, weight)]))
         with pytest.raises(ValueError, match=number):
-            scorer(sample("x", token_ids=(1,)))
+            scorer.score(sample("x", token_ids=(1,)))
+
+
+FORMS = "tests.fakes.reward_forms:"
+
+
+def scorer_of(*names: str) -> Scorer:
+    return Scorer(RewardConfig([RewardFunctionConfig(name) for name in names]))
+
+
+NUMBERS = {"float": 0.25, "int": 1.0, "true": 1.0, "fraction": 0.25, "float32": 0.25, "int64": -2.0, "bool_": 1.0}
+NUMBERS |= {"array0": 0.25, "tensor0": 0.25}
+NONE = "ValueError: no reward function applies to it: each returned None"
+"""For a batch; a function of one output has no such value."""
+
+
+@pytest.mark.parametrize("form", ["value_of", "batch_of", "compute_score"])
+@pytest.mark.parametrize("value", [name for name in RETURNED if not name.startswith("whole")])
+def test_what_counts_as_a_number(value: str, form: str) -> None:
+    """In all forms; a bad value costs its own sample, not the others of its batch."""
+    samples = [sample("x", value, metadata={"data_source": value})] * 2
+    (score, problem), (other, _) = scorer_of(FORMS + form)(samples)
+    if value in NUMBERS:
+        assert score == Score(NUMBERS[value], {FORMS + form: NUMBERS[value]}) and not problem
+        assert all(type(one) is float for one in (score.reward, *score.rewards.values()))
+    elif (value, form) == ("dict", "compute_score"):
+        assert score is None  # it has a data source of this name
+    elif (value, form) == ("none", "batch_of"):
+        assert problem == NONE
+    else:
+        assert score is None and re.match(rf"ValueError: {FORMS}{form} \(reward_.*\) returned .*, which is no", problem)
+    assert (form != "batch_of") or other == Score(0.5, {FORMS + form: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        ("whole none", "returned None for 2 completions"),
+        ("whole number", "returned 0.5 for 2 completions"),
+        ("whole text", "returned '12' for 2 completions"),
+        ("whole dict", r"returned \{'a': 1.0, .* for 2 completions"),
+        ("whole short", "returned 1 values for 2 completions"),
+        ("whole long", "returned 3 values for 2 completions"),
+        ("whole tensor", [1.0, 0.5]),
+        ("whole array", [1.0, 0.5]),
+        ("whole tuple", [1.0, None]),
+        ("whole generator", [0.0, 1.0]),
+    ],
+)
+def test_what_a_batch_may_return(value: str, outcome: str | list[float | None]) -> None:
+    outcomes = scorer_of(FORMS + "batch_of")([sample("x", value)] * 2)
+    if isinstance(outcome, str):
+        assert len({problem for _, problem in outcomes}) == 1 and re.search(outcome, outcomes[0][1])
+    else:
+        assert [score and score.reward for score, _ in outcomes] == outcome
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("prompt", ["hi", MESSAGES])
+def test_functions_of_trl_beside_one_of_one_output(prompt: Any) -> None:
+    """Each has its value, None where it does not apply. The first one reads messages alone."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    rows = [("<think>a</think>b", 1.0, 1.0, 0.0, 0.0), ("b", 0.0, 0.0, 1.0, 0.25), ("<think>a", 0.0, 0.0, 0.0, 0.5)]
+    names = ("trl.rewards:think_format_reward", FORMS + "above_mean", "exact_match", FORMS + "lengths")
+    first = int(prompt == "hi")
+    for level in ("easy", "hard"):
+        samples = [
+            replace(sample(row[0], "b", token_ids=tuple(range(number)), metadata={"level": level}), prompt=prompt)
+            for number, row in enumerate(rows)
+        ]
+        found = [score.rewards for score, _ in scorer_of(*names[first:])(samples)]
+        expected = [dict(zip(names[first:], row[first + 1 :], strict=True)) for row in rows]
+        if level == "hard":
+            expected = [one | {FORMS + "above_mean": None} for one in expected]
+        assert found == expected
+
+
+def test_a_function_of_verl_gets_the_columns_that_verl_reads() -> None:
+    metadata = {"data_source": "dict", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 3}}
+    ((score, _),) = scorer_of(FORMS + "compute_score")([sample("72", None, metadata=metadata)])
+    assert score.reward == 1.0
+    ((score, _),) = scorer_of(FORMS + "compute_score")(
+        [sample("72", "71", metadata={"data_source": "dict", "index": 3})]
+    )
+    assert score.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("takes_two", "missing a required argument: 'answer', completions, solution_str"),
+        ("RETURNED", "is not a function"),
+    ],
+)
+def test_functions_of_another_form_are_refused(name: str, problem: str) -> None:
+    with refused("reward.functions", *problem.split(", ")):
+        scorer_of(FORMS + name)
+    with refused("reward.functions", "length is there twice"):
+        scorer_of("length", "length")
+
+
+def test_a_column_that_is_missing_is_named() -> None:
+    ((_, problem),) = scorer_of(FORMS + "uses_trainer_state")([sample("x", metadata={"level": "easy"})])
+    assert "'trainer_state'; it can take answer, completion_ids, completions, level, prompts" in problem
 
 
 @given(
@@ -138,7 +245,7 @@ def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (pattern,) = re.findall(r"'reward.answer_pattern=(.*?)'", page)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    score = Scorer(RewardConfig([RewardFunctionConfig("my_rewards:gsm8k")], answer_pattern=pattern))
+    score = Scorer(RewardConfig([RewardFunctionConfig("my_rewards:gsm8k")], answer_pattern=pattern)).score
     reference = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
     texts = ("It is 48, so 1072.", "**1,072**", "107", "none")
     assert [score(sample(text, reference)).reward for text in texts] == [1.0, 1.0, 0.0, 0.0]

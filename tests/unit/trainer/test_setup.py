@@ -99,8 +99,8 @@ import json
     ("module", "message"),
     [
         (0, r"mine:f.*ModuleNotFoundError: .*nothing_here' \(mine.py, line 1\)"),
-        (1, r"mine:f \(mine.py, line 1\) .*None.* Fix: .*def reward\(sample\)"),
-        (2, r"mine:f .*TypeError: .*TRL"),
+        (1, r"mine:f \(mine.py, line 1\) .*None.* Fix: .*def f\(sample\)"),
+        (2, r"mine:f \(mine.py, line 1\) returned 1 values for 2 completions"),
         (3, r"mine:f .* 4 x ZeroDivisionError: division by zero \(mine.py, line 2\)\. Fix: "),
         (4, r"reward.timeout_s \(0.5 s\)"),
         (5, ""),
