@@ -6,6 +6,7 @@ The experience of later steps may be made while the trainer updates (`AheadMaker
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,8 @@ class Experience:
     """Number of trajectories with a reward of their own."""
     turns: int = 0
     """Number of turns of `trajectories`, with an environment."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """`outputs`, `rewards` → times of the first and of the last one that ended, by `time.perf_counter`."""
     reward_wait_s: float = 0.0
     """Seconds between the last output and the last reward."""
     environment_s: float = 0.0
@@ -63,6 +66,11 @@ class Experience:
     """Place and reason of the first of them."""
     position: tuple[int, int] = (0, 0)
     """Numbers of tasks taken from the data up to this step, and of skipped tasks."""
+
+    def mark(self, what: str) -> None:
+        """Extend a span to the present time."""
+        now = time.perf_counter()
+        self.spans[what] = self.spans.get(what, (now, now))[0], now
 
     @property
     def rewards(self) -> list[float]:
@@ -134,12 +142,14 @@ class ExperienceMaker:
         most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
         scoring = Scoring(self._config.reward, self._workers, self._config.data.n)
         for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+            experience.mark("outputs")
             sample = reward_sample(tasks[one.prompt_index], one.text, one.token_ids, one.finish_reason, most)
             is_scored = not one.error and bool(one.token_ids)
             future = scoring.add(one.prompt_index, one.sample_index, sample if is_scored else None)
             if one.error:
                 experience.failures["rollout"][one.error] += 1
             elif is_scored:
+                future.add_done_callback(lambda _: experience.mark("rewards"))
                 ended.append((one, future))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
         begin = SYSTEM.now()

@@ -48,7 +48,8 @@ class StepRecorder:
     """Records one step after the other.
 
     A record has `train` (training results: equal for equal seeds, regardless of drafts), `gap` (log-probabilities of
-    the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
+    the rollout against the trainer's), `speed`, `seconds` per phase, `timeline` (begin and end of the phases, of the
+    step's outputs and of their rewards, in seconds after the step's begin), and `failures`.
     """
 
     _rollout: Rollout
@@ -63,6 +64,8 @@ class StepRecorder:
         """Number of steps done, and number of the present step."""
         self._present = "starting Ray, verifiers and trainer"
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._spans: dict[str, tuple[float, float]] = {}
+        """Phase of the present step → begin and end."""
         self._began: float | None = None
         self._gap = GapRule(config.target.dtype, self._metrics.read())
 
@@ -101,14 +104,17 @@ class StepRecorder:
         try:
             yield
         finally:
-            self._seconds[phase] += time.perf_counter() - begin
+            end = time.perf_counter()
+            self._seconds[phase] += end - begin
+            self._spans[phase] = self._spans.get(phase, (begin, end))[0], end
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
         """Record a finished step in all outputs. Its checkpoint is written later, so that none is ahead of the records;
         its time counts for the next step. Records that the disk refuses are kept and written with the next step."""
         now = time.perf_counter()
-        seconds = {**self._seconds, "step": now - (self._began or now)}
-        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
+        began = now if self._began is None else self._began
+        seconds, spans = {**self._seconds, "step": now - began}, {**self._spans, **experience.spans}
+        self._seconds, self._spans, self._began = dict.fromkeys(PHASES, 0.0), {}, now
         # Without a sample nothing was compared or trained.
         learnt = {name: value if experience.samples or name in COUNTS else None for name, value in update.items()}
         record = {
@@ -117,6 +123,7 @@ class StepRecorder:
             "gap": {"mean": learnt["logprob_gap"], "max": learnt["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "timeline": {name: [round(at - began, 4) for at in span] for name, span in spans.items()},
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._counted = self._counters()

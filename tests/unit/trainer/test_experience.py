@@ -102,6 +102,8 @@ def test_outputs_are_scored_while_others_are_rolled_out() -> None:
     assert [score and score.rewards for score in experience.scores] == [{"exact_match": one} for one in (1, 0, 0, 1)]
     assert [task.index for task in experience.tasks] == [0] * 4 and EVENTS == ["ended", "scored"] * 4
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
+    outputs, rewards = experience.spans["outputs"], experience.spans["rewards"]
+    assert outputs[0] <= rewards[0] and outputs[1] <= rewards[1]
 
 
 def test_functions_of_a_batch_get_the_outputs_of_a_prompt_in_their_order() -> None:

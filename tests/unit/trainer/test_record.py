@@ -155,7 +155,9 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         record.begin(step - 1)
         for phase, seconds in {"rollout": 4, "update": 2, "sync": 1}.items():
             with record.timed(phase):
-                ticks.now += seconds
+                ticks.now += seconds / 2
+                experience.spans |= {"outputs": (ticks.now - 1, ticks.now)} if phase == "rollout" else {}
+                ticks.now += seconds / 2
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
             ticks.now += 3
@@ -176,8 +178,20 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         assert found["speed"].pop("by_method") == {"ngram": [6, 4], "eagle": [4, 1]}
         assert found["train"] == pytest.approx(train) and found["speed"] == pytest.approx(speed), "and no other figure"
         phases = {"rollout": 4.0, "update": 2.0, "sync": 1.0, "checkpoint": seconds - 7.0, "step": seconds}
+        phases["drafter"] = 0.0
+        began = {"checkpoint": [0.0, 3.0]} if step == 2 else {}  # of the step before, after its record
+        at = seconds - 7.0
+        outputs = {"rollout": [at, at + 4], "outputs": [at + 1, at + 2]}
+        assert found["timeline"] == {**began, **outputs, "update": [at + 4, at + 6], "sync": [at + 6, at + 7]}
         assert found["seconds"] == phases and found["gap"] == {"mean": 0.0, "max": 0.0}
-    assert totals["seconds"] == {"rollout": 8.0, "update": 4.0, "sync": 2.0, "checkpoint": 6.0, "step": 20.0}
+    assert totals["seconds"] == {
+        "rollout": 8.0,
+        "update": 4.0,
+        "sync": 2.0,
+        "checkpoint": 6.0,
+        "step": 20.0,
+        "drafter": 0.0,
+    }
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
 
 
