@@ -162,9 +162,9 @@ class VerifierActor(LoopActor[VerifyLoop]):
         """Add outputs of other verifiers to the histories of this process's lookups."""
         self._running().learn(outputs)
 
-    def sleep(self) -> None:
-        """Give up the cache's memory until `wake`."""
-        self._do(self._running().sleep())
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Give up memory until `wake`; see `VerifyLoop.sleep`."""
+        self._do(self._running().sleep(keep_weights))
 
     def wake(self) -> None:
         self._do(self._running().wake())

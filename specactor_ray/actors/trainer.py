@@ -21,6 +21,7 @@ from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.deepspeed_engine import Rendezvous
 from specactor_ray.learner.engine import SavedPart
 from specactor_ray.learner.trainer import Trainer
+from specactor_ray.models.offload import held_by, offload, reload
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.transport.messages import WeightSet
 
@@ -65,6 +66,15 @@ class OnlineDrafter:
         taught = self._learner.weights()
         bucket = pack(taught.items(), dict.fromkeys(taught, torch.float32))
         return put_weights(self._learner.version, [bucket], self._calls, self._method)
+
+    def offload(self) -> None:
+        """Move the head and its optimizer to host memory until `reload`."""
+        if self._learner is not None:
+            offload(held_by(self._learner.head, optimizer=self._learner.optimizer))
+
+    def reload(self) -> None:
+        if self._learner is not None:
+            reload(held_by(self._learner.head, optimizer=self._learner.optimizer), self._trainer.engine.device)
 
 
 class TrainerActor:
@@ -126,11 +136,15 @@ class TrainerActor:
         return self._once("save", number, lambda: self._running().save(Path(folder)))
 
     def offload(self) -> None:
-        """Give up device memory until `reload`."""
+        """Give up the device's memory until `reload`."""
         self._running().engine.offload()
+        if self._online is not None:
+            self._online.offload()
 
     def reload(self) -> None:
         self._running().engine.reload()
+        if self._online is not None:
+            self._online.reload()
 
     def _export(self, version: int) -> WeightSet | None:
         trainer = self._running()

@@ -273,6 +273,9 @@ def _of_training(config: Config) -> Iterator[Problem]:
             "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."
         )
         yield "trainer.offload", problem, "use trainer.offload=false, or trainer.max_staleness=0."
+    if trainer.offload and trainer.gpus and trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3:
+        problem = "3 with trainer.offload: DeepSpeed does not move the states of stage 3 from a GPU and back."
+        yield "trainer.zero_stage", problem, "use 2, or trainer.offload=false."
     if trainer.warmup_steps > trainer.steps:
         problem = f"{trainer.warmup_steps} steps are more than trainer.steps ({trainer.steps})."
         yield "trainer.warmup_steps", problem, "lower it, or train longer."

@@ -187,8 +187,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     offload: bool = False
-    """Between updates, move the optimizer's state to host memory and, during updates, free the verifiers' key/value
-    caches: for a trainer and verifiers on the same device."""
+    """Verifiers and trainer have memory on the device in turns: during updates verifiers and hosted drafters sleep;
+    otherwise weights, optimizer and reference of the trainer are in host memory. On CPUs only caches are given up."""
     max_bad_steps: int = at_least(1, default=3)
     """Number of steps in a row with a loss that is not finite, or without a sample to use, after which the run stops,
     with a checkpoint."""

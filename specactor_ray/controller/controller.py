@@ -8,6 +8,7 @@ Only one thread at a time works on the members: that of `start`, then the reconc
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
@@ -98,6 +99,8 @@ class Controller:
         self._requests: deque[Callable[[], None]] = deque()
         """Changes that other threads request; carried out at the beginning of a round, once the run has started."""
         self._view = ClusterView()
+        self._rests = False
+        """Whether starts are held, and the view has all actors that live."""
         self._status: list[dict[str, Any]] = []
         self._wake, self._stopping = self._clock.event(), self._clock.event()
         self._started, self._ended = _Once(self._clock, self._start), _Once(self._clock, self._end)
@@ -143,6 +146,13 @@ class Controller:
     def offer_weights(self, weights: WeightSet) -> None:
         """Take new weights that a draft method was taught, for its present and later actors."""
         self._post(lambda: self._weights.offer(weights))
+
+    def hold(self, is_held: bool) -> None:
+        """Start no actor until the hold ends: others use the memory. Returns when none is in its start, which may take
+        as long as a start."""
+        self._post(functools.partial(setattr, self._fleet, "is_held", is_held))
+        while is_held and not (self._rests or self._stopping.is_set()):
+            self._clock.sleep(_SYNC_TICK_S)
 
     def suspect(self, actor_id: str, reason: str) -> None:
         """Check the health of an unreachable actor at once. Only the controller decides that it is gone."""
@@ -233,6 +243,7 @@ class Controller:
         members, now = list(self._fleet.members.values()), self._clock.now()
         self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
+        self._rests = self._fleet.is_held and self._fleet.is_at_rest
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:

@@ -60,6 +60,8 @@ class Fleet:
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
+        self.is_held = False
+        """Whether pending members stay pending."""
         self._is_placed = False
         """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
@@ -69,6 +71,12 @@ class Fleet:
         """Whether as many actors serve as are desired."""
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
         return all(serving[key] >= number for key, number in desired.items())
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no member is in its start, and every ready one serves."""
+        members = self.members.values()
+        return all(one.phase is not Phase.STARTING and (one.serves or one.phase is not Phase.READY) for one in members)
 
     def require_room(self) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
@@ -89,7 +97,7 @@ class Fleet:
     def settle_pending(self) -> None:
         """Start the pending members with seats that have room now."""
         now, waiting = self._clock.now(), list[str]()
-        pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
+        pending = [one for one in self.members.values() if one.phase is Phase.PENDING and not self.is_held]
         if pending:
             self._seating.look(now)
         for member in pending:

@@ -26,6 +26,7 @@ from specactor_ray.learner.engine import (
     make_optimizer,
     round_linear_weights,
 )
+from specactor_ray.models.offload import held_by, offload, reload
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -112,6 +113,7 @@ class DeepSpeedEngine(TorchEngine):
             model=policy, optimizer=make_optimizer(policy, config, device), config=self._settings
         )
         self._forward = self._engine
+        self._frozen = []
 
     def _share_out(self, model: PolicyModel) -> None:
         """Move a model to the device; with ZeRO-3 a rank keeps a share of each parameter, and the others wait on the
@@ -218,12 +220,14 @@ class DeepSpeedEngine(TorchEngine):
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint of {self.world_size} ranks in it")
 
     def offload(self) -> None:
-        if self.device.type != "cpu":
-            self._engine.offload_states()
+        if self._stage < 3:  # DeepSpeed moves shares of weights with its own AdamW only
+            self._engine.offload_states(pin_memory=self.device.type == "cuda")
+        offload(held_by(*self._frozen))
 
     def reload(self) -> None:
-        if self.device.type != "cpu":
+        if self._stage < 3:
             self._engine.reload_states()
+        reload(held_by(*self._frozen), self.device)
 
 
 def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:

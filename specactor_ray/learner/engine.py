@@ -18,6 +18,7 @@ from torch import nn
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
+from specactor_ray.models.offload import held_by, offload, reload
 
 _STATE_FILE = "optimizer.pt"
 
@@ -136,6 +137,7 @@ class TorchEngine:
         self.device = next(policy.parameters()).device
         self._forward: Forward = functools.partial(in_dtype, policy, self.device, config.dtype)
         self._optimizer = make_optimizer(policy, config, self.device)
+        self._frozen: list[PolicyModel] = []
 
     def score(self, batch: MicroBatch, model: Forward | None = None) -> TokenScores:
         """Forward pass of the policy, or of the model of `frozen`; with gradients unless inside `torch.no_grad`."""
@@ -147,6 +149,7 @@ class TorchEngine:
         """A model on the CPU that is never trained, on the engine's device: its forward, which gives what it would give
         with float32 weights. All ranks call it together."""
         round_linear_weights(model, getattr(torch, self._config.dtype))
+        self._frozen.append(model)
         return functools.partial(in_dtype, model.to(self.device), self.device, self._config.dtype)
 
     @torch.no_grad()
@@ -204,17 +207,13 @@ class TorchEngine:
             self.policy.value_head.load_state_dict(state["heads"])
 
     def offload(self) -> None:
-        """Move the optimizer's state to host memory until `reload`."""
-        self._move_state(torch.device("cpu"))
+        """Move weights, optimizer and frozen models to host memory until `reload`, and drop gradients. Weights can be
+        exported and saved meanwhile. Idempotent."""
+        self.skip()
+        offload(held_by(self.policy, *self._frozen, optimizer=self._optimizer))
 
     def reload(self) -> None:
-        self._move_state(self.device)
-
-    def _move_state(self, device: torch.device) -> None:
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[name] = value.to(device)
+        reload(held_by(self.policy, *self._frozen, optimizer=self._optimizer), self.device)
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float, learning_rate: float) -> float:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from specactor_ray.core.errors import InputError
 from specactor_ray.models import cpu_attention
 from specactor_ray.models.cpu_attention import AttentionRules
+from specactor_ray.models.offload import held_by, offload, reload
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
@@ -73,13 +74,12 @@ def sleep(model: torch.nn.Module, cache: PagedCache) -> None:
     """Free the memory of a model's cache, and on a GPU that of its weights; every row must be free."""
     cache.release()
     if cache.device.type != "cpu":
-        model.to("cpu")
-        torch.cuda.empty_cache()
+        offload(held_by(model))
 
 
 def wake(model: torch.nn.Module, cache: PagedCache) -> None:
     """Allocate the memory again after `sleep`."""
-    model.to(cache.device)
+    reload(held_by(model), cache.device)
     join_weights(model)
     cache.allocate()
 

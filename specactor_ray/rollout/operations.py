@@ -38,9 +38,9 @@ def ask(calls: Calls, controller: Any, method: str, *arguments: Any, deadline_s:
         raise ActorLostError(f"the controller of the run is gone: {error}", error.node_lost) from None
 
 
-def call_all(calls: Calls, handles: Sequence[Any], method: str) -> None:
+def call_all(calls: Calls, handles: Sequence[Any], method: str, *arguments: Any) -> None:
     """Call a method of all these actors and wait for the answers, except for those of lost actors."""
-    started = [calls.start(handle, method, deadline_s=_COMMAND_S) for handle in handles]
+    started = [calls.start(handle, method, *arguments, deadline_s=_COMMAND_S) for handle in handles]
     for call in started:
         try:
             call.result()

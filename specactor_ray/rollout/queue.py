@@ -238,6 +238,8 @@ class RequestQueue:
         # From this call on the controller may be updating actors, even if its answer is late.
         self.weight_version = weights.version
         limit_s, begin = self._sync_timeout_s, self._calls.clock.now()
+        if self._asleep:
+            self._ask("hold", False)  # of a lost verifier another one takes the weights
         drained = self.pause(policy)
         try:
             self._await(drained)
@@ -248,7 +250,7 @@ class RequestQueue:
         self._syncs, self._sync_s = self._syncs + 1, self._sync_s + self._calls.clock.now() - begin
         return weights.version
 
-    def call_verifiers(self, method: str) -> None:
+    def call_verifiers(self, method: str, *arguments: Any) -> None:
         """Call a method of every verifier that is not lost; a replacement of a lost one starts in a fresh state.
 
         Raises:
@@ -259,7 +261,7 @@ class RequestQueue:
         if self.running():
             raise InputError(f"{method} while requests run; abort them or await their ends first")
         self.settle()
-        self._command(method)
+        self._command(method, *arguments)
 
     def wake_verifiers(self) -> None:
         """End a sleep of the verifiers, before requests begin."""
@@ -321,9 +323,13 @@ class RequestQueue:
     def _await(self, future: Future[None]) -> None:
         self._calls.clock.result(future, float("inf"))
 
-    def _command(self, method: str) -> None:
-        self._asleep = self._asleep or method == "sleep"
-        call_all(self._calls, list(self._ask("view").verifiers.values()), method)
+    def _command(self, method: str, *arguments: Any) -> None:
+        if method == "sleep":
+            self._asleep = True
+            self._ask("hold", True, deadline_s=self._sync_timeout_s + ASK_S)
+        elif method == "wake":
+            self._ask("hold", False)
+        call_all(self._calls, list(self._ask("view").verifiers.values()), method, *arguments)
         self._asleep = self._asleep and method != "wake"
 
     def _stops(self, sampling: SamplingParams) -> StopFinder | None:

@@ -257,12 +257,14 @@ class Rollout:
         they arrive: no token depends on the time of arrival."""
         self._ask("offer_weights", weights)
 
-    def sleep(self) -> None:
-        """Free the memory of the verifiers' caches until the next stream (or `wake`)."""
-        self.queue.call_verifiers("sleep")
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the memory of the verifiers' caches, and on GPUs of their weights, until the next stream (or `wake`). No
+        actor is started meanwhile. `keep_weights=False`: new ones come before, by `update_weights`, which also ends the
+        hold of starts; the memory that they need must be free then."""
+        self.queue.call_verifiers("sleep", keep_weights)
 
     def wake(self) -> None:
-        """Allocate the memory of the verifiers again."""
+        """Allocate the memory of the verifiers again. WeightsError: theirs were not kept, and no new ones came."""
         self.queue.call_verifiers("wake")
 
     def forget_history(self) -> None:

@@ -151,7 +151,7 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> None:
         pass
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         if self.has_work():
             raise InputError("requests are running")
 

@@ -142,11 +142,12 @@ class TargetEngine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Drop the contexts of ended requests; for benchmarks."""
 
-    def sleep(self) -> None:
-        """Free the cache's memory until `wake`, for trainers that share the device. InputError: requests run."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the memory of the cache, and on GPUs that of the weights, until `wake`, for trainers that share the
+        device. Without `keep_weights` they may be lost: new ones must come before `wake`. InputError: requests run."""
 
     def wake(self) -> None:
-        """Allocate the memory again. Idempotent."""
+        """Allocate the memory again. Idempotent. WeightsError: the weights were not kept, and no new ones came."""
 
     def close(self) -> None:
         """Free memory and end helper processes. The engine cannot be used afterwards."""

@@ -210,7 +210,7 @@ class HfEngine:
     def reset_prefix_cache(self) -> None:
         self._admission.prefixes.clear()
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
         self._asleep = True

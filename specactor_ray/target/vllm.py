@@ -122,6 +122,8 @@ class VllmEngine:
         self.vocab_size = int(settings.model_config.get_vocab_size())
         self.max_model_len = int(settings.model_config.max_model_len)
         self.weight_version, self.exports = 0, bool(config.hidden_layers)
+        self._lacks_weights = False
+        """Whether a sleep has discarded them."""
         self._cached: dict[int, tuple[Sequence[Any], int]] = {}
         """With `exports`: `_cache_of` of each row when the last report was read, since vLLM frees what has ended."""
         context = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
@@ -298,7 +300,7 @@ class VllmEngine:
                 f"vLLM cannot load new weights of {self._config.model}: {_reason_of(error)}. Fix: target.backend=hf"
             ) from error
         self._core.reset_prefix_cache(reset_running_requests=True)
-        self.weight_version = version
+        self.weight_version, self._lacks_weights = version, False
 
     @functools.cached_property
     def _empty_model(self) -> Any:
@@ -342,13 +344,16 @@ class VllmEngine:
         self._run_out()
         self._core.reset_prefix_cache()
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
         self._run_out()
-        self._core.sleep(level=1)
+        self._lacks_weights |= not keep_weights
+        self._core.sleep(level=1 if keep_weights else 2)
 
     def wake(self) -> None:
+        if self._lacks_weights:
+            raise WeightsError("the engine slept without its weights, and no new ones came")
         self._core.wake_up()
 
     def close(self) -> None:

@@ -112,7 +112,12 @@ def _train(
         record = StepRecorder(config, run, show, console.width)
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=record.show_progress))
         rollout = parts.enter_context(Rollout(resolved))
+        if config.trainer.offload:
+            rollout.sleep()
         trainer = parts.enter_context(trainer_group(config, rollout.run_name, run.checkpoint))
+        if config.trainer.offload:
+            trainer.offload()
+            rollout.wake()
         parts.enter_context(record.open(rollout))
         if config.environment.name is None:
             workers = parts.enter_context(reward_pool(config.reward, config.reward.workers))

@@ -16,6 +16,7 @@ from specactor_ray.core.errors import SpecActorError, WeightsError, counted_by_k
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.runs.checkpoint import TrainState, mean_reward
 from specactor_ray.runs.folder import RunOutcome
+from specactor_ray.trainer.turns import DeviceTurns
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -51,6 +52,7 @@ class Training:
         self.config, self.rollout, self.state = config, rollout, run.state
         self._trainer, self._maker, self._record = trainer, maker, record
         self._say, self._watch, self._store = say, watch, run.store
+        self._turns = DeviceTurns(rollout, trainer) if config.trainer.offload else None
         self._teaches = online_drafter(config) is not None
         self._saved_step = run.state.step if run.is_saved else -1
         self._save_failures, self._save_problem = 0, ""
@@ -89,9 +91,8 @@ class Training:
         with record.timed("rollout"):
             experience = self._maker.collect(self.rollout, sampling, step)
         with signals_deferred():
-            if self.config.trainer.offload:
-                self.rollout.sleep()
-                self._trainer.reload()
+            if self._turns is not None:
+                self._turns.to_trainer()
             with record.timed("update"):
                 self._is_between_steps = True
                 update = self._trainer.update(experience.samples, step, sampling.seed + step)
@@ -117,10 +118,10 @@ class Training:
                 drafter_weights = trainer.train_drafter(experience.samples, done - 1)
         with record.timed("sync"):
             weights = trainer.export_weights(done)
-            if self.config.trainer.offload:
-                trainer.offload()
-                rollout.wake()
-            rollout.update_weights(weights, KEEP if self.config.trainer.max_staleness else None)
+            if self._turns is not None:
+                self._turns.to_rollout(weights)
+            else:
+                rollout.update_weights(weights, KEEP if self.config.trainer.max_staleness else None)
             if drafter_weights is not None:
                 rollout.update_drafter(drafter_weights)
         return weights.num_bytes

@@ -108,9 +108,10 @@ class VerifyLoop(Loop):
         """Add outputs of other verifiers to the histories of the drafters of this process."""
         return self.call(lambda: [one.runner.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
-    def sleep(self) -> Future[None]:
-        """Free the memory of the engine's cache, and that of the drafters of this process, until `wake`."""
-        return self.call(self._sleep)
+    def sleep(self, keep_weights: bool = True) -> Future[None]:
+        """Free the memory of the engine, and that of the drafters of this process, until `wake`; `keep_weights`: see
+        `TargetEngine.sleep`."""
+        return self.call(functools.partial(self._sleep, keep_weights))
 
     def wake(self) -> Future[None]:
         """Allocate the memory again. WeightsError: weights that came meanwhile are not in the engine."""
@@ -242,8 +243,8 @@ class VerifyLoop(Loop):
             proof()
             self._engine.weight_version = version
 
-    def _sleep(self) -> None:
-        self._engine.sleep()
+    def _sleep(self, keep_weights: bool) -> None:
+        self._engine.sleep(keep_weights)
         for one in self._hosted:
             one.runner.proposer.sleep()
         self._asleep = True

@@ -117,7 +117,7 @@ class FakeVerifier:
     def reset_metrics(self) -> None:
         self.commands.append("reset_metrics")
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         self.commands.append("sleep")
 
     def wake(self) -> None:
@@ -227,6 +227,9 @@ class FakeCluster:
     def view(self, known: int | None = None) -> ClusterView:
         serving = {name: handle for name, handle in self.handles.items() if name not in self.hidden}
         return ClusterView(0, serving, (), dict(self.departed))
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
 
     def suspect(self, actor_id: str, reason: str) -> None:
         self.suspected.append(actor_id)

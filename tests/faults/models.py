@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,16 @@ class ModelFaults:
     """Verifiers that are in a step."""
     corrupt: set[str] = field(default_factory=set)
     """Draft actors with wrong drafts."""
+    users: dict[str, set[VirtualActor]] = field(default_factory=lambda: {"verifiers": set(), "trainer": set()})
+    """Actors with memory on the device that `trainer.offload` shares."""
+    crowds: list[str] = field(default_factory=list)
+    """Times at which both had."""
+
+    def use_device(self, kind: str, actor: VirtualActor, uses: bool) -> None:
+        (self.users[kind].add if uses else self.users[kind].discard)(actor)
+        verifiers, ranks = ([one.name for one in of if not one.process.dead] for of in self.users.values())
+        if verifiers and ranks:
+            self.crowds.append(f"the device holds both {verifiers} and {ranks}")
 
 
 class FaultyHost(SimulatedHost):
@@ -42,8 +53,13 @@ class FaultyHost(SimulatedHost):
         self._network, self._actor, self._faults = network, actor, faults
 
     def build_engine(self, spec: ActorSpec) -> SimulatedEngine:
+        use_device = functools.partial(self._faults.use_device, "verifiers", self._actor)
+        use_device(True)
         engine = super().build_engine(spec)
         step, busy, name = engine.step, self._faults.busy, self._actor.name
+        sleep, wake = engine.sleep, engine.wake
+        engine.sleep = lambda keep=True: (sleep(keep), use_device(False))[0]  # type: ignore[method-assign]
+        engine.wake = lambda: (wake(), use_device(True))[0]  # type: ignore[method-assign]
 
         in_flight, room = zlib.crc32(name.encode()) % 2 == 1, 0
 

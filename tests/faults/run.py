@@ -115,6 +115,7 @@ def make_config(scenario: FaultScenario) -> Config:
             },
             "target": {"replicas": scenario.verifiers, "max_batch": 16},
             "speculation": {"window": 4},
+            "trainer": {"offload": scenario.training and scenario.seed % 2 == 0},
             "drafters": [
                 {"method": "ngram", "replicas": ngrams, "hosted": scenario.hosted},
                 {
@@ -160,6 +161,7 @@ class Simulation(VirtualRun):
             self.fail(str(error))
         for name, crash in kernel.crashes:
             self.fail(f"{name} raised {type(crash).__name__}: {crash}")
+        report.violations += self.models.crowds
         report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
         report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
         kernel.close()

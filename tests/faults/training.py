@@ -7,10 +7,11 @@ must be the one that the data alone determines: each step done once, with the sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,16 @@ class _Rank:
     def __init__(self, rank: int, weights: int, clock: VirtualClock, tick: Tick) -> None:
         self.rank, self.weights = rank, weights
         self._clock, self.tick = clock, tick
+        self.engine = self
+        self.use_device: Callable[[bool], None] = lambda uses: None
+
+    def reload(self) -> None:
+        self.use_device(True)
+        self._clock.work(_MICRO_BATCH_S)
+
+    def offload(self) -> None:
+        self._clock.work(_MICRO_BATCH_S)
+        self.use_device(False)
 
     def update(self, samples: Sequence[int], step: int, seed: int) -> dict[str, float]:
         for _ in range(_MICRO_BATCHES):
@@ -81,6 +92,7 @@ class SimulatedTrainerActor(TrainerActor):
         self._online, self._pieces, self._last = None, 0, {}
         clock = VirtualClock(simulation.kernel, actor.process)
         self._trainer: Any = _Rank(rank, weights, clock, self._tick)
+        self._trainer.use_device = functools.partial(simulation.models.use_device, "trainer", actor)
         self._transport = VirtualTransport(simulation.network, actor)
 
     def _export(self, version: int) -> WeightSet | None:
@@ -124,8 +136,8 @@ class _Rollout:
     def update_drafter(self, weights: WeightSet) -> None:
         raise AssertionError("no drafter is taught here")
 
-    def sleep(self) -> None:
-        self._queue.call_verifiers("sleep")
+    def sleep(self, keep_weights: bool) -> None:
+        self._queue.call_verifiers("sleep", keep_weights)
 
     def wake(self) -> None:
         self._queue.call_verifiers("wake")

@@ -141,15 +141,20 @@ def test_weights_that_come_in_a_sleep_wake_their_memory_first(monkeypatch: pytes
     rpc = executor.collective_rpc
 
     def called(method: Any, *args: Any, **options: Any) -> Any:
-        calls.append((method, (options.get("kwargs") or {}).get("tags")))
+        given = options.get("kwargs") or {}
+        calls.append((method, given.get("tags", given.get("level"))))
         return rpc(method, *args, **options)
 
     monkeypatch.setattr(executor, "collective_rpc", called)
-    engine.sleep()
+    engine.sleep(keep_weights=False)
+    with pytest.raises(WeightsError, match="no new ones"):
+        engine.wake()
     engine.load_weights(1, load(tiny_vllm_target()).state_dict())
     engine.load_weights(2, load(tiny_vllm_target()).state_dict())
     engine.wake()
+    engine.sleep()
+    engine.wake()
     seen = [call for call in calls if call[0] in ("sleep", "wake_up", "replace_weights")]
-    replaced = ("replace_weights", None)
-    assert seen == [("sleep", None), ("wake_up", ["weights"]), replaced, replaced, ("wake_up", None)]
+    replaced, woken = ("replace_weights", None), ("wake_up", None)
+    assert seen == [("sleep", 2), ("wake_up", ["weights"]), replaced, replaced, woken, ("sleep", 1), woken]
     assert executor.is_sleeping is False

@@ -12,8 +12,10 @@ from specactor_ray.controller import fleet
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.errors import SpecActorError, UserError
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun
+from specactor_ray.simulation.models import SimulatedEngine
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import WeightSet
 from tests.faults.run import FaultScenario, make_config
 from tests.number_text import HashedText
 
@@ -113,3 +115,31 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_a_few_times(kind: s
     error = start.play([(float(seconds), lambda: start.kill(kind)) for seconds in range(2, 40, 2)])
     assert error is not None and not isinstance(error, UserError) and start.killed[-1] in str(error)
     assert len(start.killed) == ReplacementLimits().max_start_failures
+
+
+def test_no_actor_starts_while_verifiers_sleep_and_their_memory_is_others() -> None:
+    start, asleep = Start(), list[str]()
+    sleep = SimulatedEngine.sleep
+
+    def then() -> None:
+        queue, clock = start.run.queue, start.run.clock
+        start.kill("verifier")
+        clock.sleep(8.0)  # its replacement loads
+        queue.call_verifiers("sleep", False)
+        (ready,) = start.status("verifier")
+        assert ready["phase"] == "ready" and len(asleep) == 1, "one that was in its start sleeps, too"
+        start.kill("verifier")
+        clock.sleep(60.0)
+        assert [row["phase"] for row in start.status("verifier")] == ["pending"]
+        queue.update_weights(WeightSet(1, (start.run.calls.transport.put(b"weights"),)))
+        queue.call_verifiers("wake")
+        (ready,) = start.status("verifier")
+        assert ready["phase"] == "ready" and len(start.killed) == 2
+
+    def noted(engine: SimulatedEngine, keep_weights: bool = True) -> None:
+        asleep.append("sleep")
+        sleep(engine, keep_weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedEngine, "sleep", noted)
+        assert start.play(then=then) is None

@@ -54,6 +54,11 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
         ("trainer.ranks=2", "trainer.ranks", "trainer.backend=deepspeed"),
         ("trainer.warmup_steps=1000", "trainer.warmup_steps", ""),
         ("trainer.max_staleness=1; trainer.offload=true", "trainer.offload", ""),
+        (
+            "trainer.backend=deepspeed; trainer.zero_stage=3; trainer.gpus=1; trainer.offload=true",
+            "trainer.zero_stage",
+            "use 2",
+        ),
         ("reward.functions=[{name: reasoning_gym}]", "reward.functions", "reasoning_gym"),
         ("reward.functions=[{name: exactmatch}]", "reward.functions", "exact_match, length, math, reasoning_gym"),
     ],

@@ -22,7 +22,22 @@ from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.steps import Training, Watch
+from specactor_ray.trainer.turns import DeviceTurns
 from specactor_ray.transport.messages import WeightSet
+
+
+class Device:
+    """A device with a limit of memory, and what is on it."""
+
+    AWAKE = {"weights": 10, "cache": 60, "hosted drafters": 10}
+    TRAINER = {"states": 70}
+
+    def __init__(self) -> None:
+        self.held, self.limit = dict(self.AWAKE), 100
+
+    def take(self, **parts: int) -> None:
+        self.held |= parts
+        assert sum(self.held.values()) <= self.limit, self.held
 
 
 class World:
@@ -48,27 +63,48 @@ class World:
             setattr(self.config.trainer, name, value)
         self.store = CheckpointStore(folder, 99, False)
         self.resumed, self.is_saved = TrainState(), True
+        self.device = Device()
 
     def __getattr__(self, name: str) -> Any:
         """Counts the calls of a method, with what else it does: `_update` for `update`."""
         more = getattr(type(self), f"_{name}", lambda *arguments: contextlib.nullcontext())
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             self.calls[name] += 1
             if name == "update":
                 self.weights += 0.5
                 self.before_update()
             if (error := self.fail.get((name, self.calls[name]))) is not None:
                 raise error
-            return more(self, *arguments)
+            return more(self, *arguments, **options)
 
         return call
 
+    def _sleep(self, keep_weights: bool) -> None:
+        assert not keep_weights and self.device.held == Device.AWAKE
+        self.device.held = {}
+
+    def _reload(self) -> None:
+        self.device.take(**Device.TRAINER)
+
+    def _offload(self) -> None:
+        assert self.device.held == Device.TRAINER
+        self.device.held = {}
+
+    def _wake(self) -> None:
+        assert "weights" in self.device.held, "new ones, as the old ones are lost"
+        self.device.take(**Device.AWAKE)
+
     def _update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
         assert weights.version == self.weights
+        self.device.take(weights=10)
 
     def _update(self, samples: Any, step: int, seed: int) -> dict[str, float]:
         assert step + 0.5 == self.weights
+        if self.config.trainer.offload:
+            assert self.device.held == Device.TRAINER
+            self.device.take(gradients=20)
+            del self.device.held["gradients"]
         self.weights += 0.5
         return {"skipped": 0.0, "grad_norm": 1.0}
 
@@ -83,6 +119,7 @@ class World:
         (folder / "weights" / "model").write_text(str(self.weights))
 
     def _collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
+        assert self.device.held == Device.AWAKE
         return SimpleNamespace(samples=["s"], rewards=[1.0], is_unusable=False, position=(3 * step, 0))
 
     def _end(self, step: int, experience: Any, update: Any, sync_bytes: int) -> None:
@@ -130,11 +167,13 @@ def test_a_run_ends_after_its_last_step_or_earlier(world: World) -> None:
     assert watched == [(0, 0), (1, 1), (2, 2), (3, 3)], "the verifiers have the weights of the step"
 
 
-def test_a_signal_during_an_update_ends_the_run_after_the_step(world: World) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_signal_during_an_update_ends_the_run_after_the_step(offload: bool, world: World) -> None:
+    world.config.trainer.offload = offload
     world.before_update = lambda: os.kill(os.getpid(), signal.SIGTERM)
     with sigterm_interrupts():
         assert world.run().status == "interrupted"
-    assert world.recorded == [1] and world.saved == {"step-000001": "1.0"}
+    assert world.recorded == [1] and world.saved == {"step-000001": "1.0"} and world.device.held == Device.AWAKE
 
 
 def test_a_run_from_another_runs_checkpoint_has_one_of_its_own_at_once(world: World) -> None:
@@ -184,7 +223,7 @@ def test_checkpoints_of_interrupted_runs_and_on_a_full_disk(
 
 BEFORE = ("begin", "collect", "sleep", "reload")
 """What happens in a step before its update, and after it."""
-AFTER = ("train_drafter", "export_weights", "offload", "wake", "update_weights", "update_drafter", "end")
+AFTER = ("train_drafter", "export_weights", "offload", "update_weights", "wake", "update_drafter", "end")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +240,23 @@ def test_wherever_a_part_fails_what_was_learnt_is_saved(where: str, error: Excep
     assert (status, failures, len(world.finished)) == ("failed", 0, 1) and "gone" in reason
     if where != "end":
         assert world.recorded[-1] == saved, "no checkpoint is ahead of the records"
+    order = (*BEFORE, *AFTER)
+    later = [one for one in order[order.index(where) + 1 :] if one != "end"]
+    assert {world.calls[one] for one in later} <= {3}, "nothing follows that needs what failed"
+
+
+def test_no_turn_of_the_device_is_left_out(world: World) -> None:
+    rollout: Any = world
+    turns = DeviceTurns(rollout, rollout)
+    with pytest.raises(SpecActorError, match="turn rollout, and offloaded follows training only"):
+        turns.to_rollout(WeightSet(0, ()))
+    turns.to_trainer()
+    world.fail["offload", 1] = ActorLostError("gone")
+    with pytest.raises(ActorLostError):
+        turns.to_rollout(WeightSet(0, ()))
+    assert turns.turn == "unknown" and not world.calls["update_weights"]
+    with pytest.raises(SpecActorError, match="turn unknown"):
+        turns.to_trainer()
 
 
 @pytest.mark.parametrize(
