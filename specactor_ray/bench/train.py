@@ -81,9 +81,9 @@ class PairedRollout:
                 self.pairs[-1].sync_s[way] = time.perf_counter() - begin
         return version
 
-    def sleep(self) -> None:
-        self._plain.sleep()
-        self._drafted.sleep()
+    def sleep(self, keep_weights: bool = True) -> None:
+        self._plain.sleep(keep_weights)
+        self._drafted.sleep(keep_weights)
 
     def wake(self) -> None:
         self._plain.wake()
