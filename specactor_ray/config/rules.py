@@ -248,7 +248,7 @@ def _of_training(config: Config) -> Iterator[Problem]:
         problem = f"{clipped(pattern)} is not a regular expression ({clipped_text(str(error))})."
         yield "reward.answer_pattern", problem, "correct it (syntax: Python's re)."
     if algorithm is not AlgorithmName.ppo and config.data.n < 2:
-        if config.data.path is None:  # of a command without anything
+        if config.data.path is None and not config.data.mixture:  # of a command without anything
             yield NO_TASKS
         problem = f"{config.data.n} sample per prompt: {algorithm.value} compares the samples of a prompt."
         yield "data.n", problem, "use 2 or more (8 is common), or algorithm.name=ppo."

@@ -262,12 +262,44 @@ class SpeculationConfig:
 
 
 @dataclass
+class MixtureConfig:
+    """One source of a mixture of tasks. Keys that are null have the value of the same key of `data`."""
+
+    path: str = not_empty("")
+    """Tasks, as in data.path."""
+    weight: float = positive(1.0)
+    """Share of the tasks, relative to the other weights; no count of tasks is a whole one off. A source that ends
+    before the others begins again, in another order."""
+    name: str | None = not_empty()
+    """Name of the source in metrics, and `data_source` of its tasks. Default: that of the row, else the path."""
+    prompt_key: str | None = None
+    """Key or column of the prompt."""
+    answer_key: str | None = None
+    """Key or column of the reference answer."""
+    map: str | None = not_empty()
+    """Function from row to row."""
+    system_prompt: str | None = None
+    """Text before every prompt."""
+    split: str | None = None
+    """Split of `hf:` datasets."""
+    options: dict[str, Any] | None = None
+    """Parameters of the task, or of `datasets.load_dataset`."""
+    limit: int | None = at_least(1, default=None)
+    """Use only the first prompts."""
+
+
+@dataclass
 class DataConfig:
     """Prompts."""
 
     path: str | None = not_empty()
     """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt per line). Training also
     accepts `.parquet`, `reasoning_gym:TASK` (generated tasks) and `hf:DATASET` (Hugging Face)."""
+    mixture: list[MixtureConfig] = field(default_factory=list)
+    """Training: several sources with weights, in place of data.path."""
+    map: str | None = not_empty()
+    """Training: function of your own, as `package.module:function`, from each row (a dict) to the row with prompt and
+    answer, or to None, which leaves it out. `specactor_ray.trainer.mappings:gsm8k` is for the columns of GSM8K."""
     n: int = at_least(1, default=1)
     """Samples per prompt (the group size)."""
     limit: int | None = at_least(1, default=None)

@@ -40,6 +40,8 @@ _TASKS = "number of tasks"
 _POSITION = (
     "sampling.seed",
     "data.path",
+    "data.mixture",
+    "data.map",
     "data.split",
     "data.options",
     "data.limit",
@@ -47,6 +49,8 @@ _POSITION = (
     "trainer.prompts_per_step",
 )
 """Keys for which another value makes the saved position one in other tasks or in another order."""
+_HASHED = ("data.options", "data.mixture", "environment.options")
+"""Keys that may hold a token, which must not be in a checkpoint: it has their checksums."""
 _SECTIONS = ("data", "sampling", "trainer", "algorithm", "reward", "environment")
 
 
@@ -181,7 +185,7 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
         del settings["trainer.steps"]
     if config.data.path is not None and ":" not in config.data.path:
         settings["data.path"] = os.path.normpath(config.data.path)
-    for key in ("data.options", "environment.options"):  # may hold a token, which must not be in a checkpoint
+    for key in _HASHED:
         settings[key] = zlib.crc32(json.dumps(settings[key], sort_keys=True, default=str).encode())
     if tasks is not None:
         settings[_TASKS] = tasks
@@ -206,8 +210,8 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
 
 
 def _refuse(checkpoint: Path, key: str, old: Any, new: Any, why: str) -> None:
-    values = "" if key == "data.options" else f" ({_shown(new)} here, {_shown(old)} there)"
-    fix = "restore the data" if key in (_TASKS, "data.options") else f"use {key}={_shown(old)}"
+    values = "" if key in _HASHED else f" ({_shown(new)} here, {_shown(old)} there)"
+    fix = "restore the data" if key in (_TASKS, *_HASHED) else f"use {key}={_shown(old)}"
     problem = f"differs from what {checkpoint} was made with{values}: {why}."
     begin = f"begin a new run from its weights (resume=never target.model={checkpoint / 'weights'})"
     raise ConfigError("data.path" if key == _TASKS else key, problem, f"{fix}, or {begin}.")

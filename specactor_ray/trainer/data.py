@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from specactor_ray.config.methods import import_named
 from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text, in_words, place_of
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
@@ -21,6 +24,9 @@ GENERATED_SIZE = 100_000
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"
 """Fillers of Hangul and the empty Braille pattern: letters and a symbol without a glyph."""
 _GYM, _HUB = "reasoning_gym:", "hf:"
+SOURCE = "data_source"
+"""Key of a task's metadata with the name of its source, as in verl."""
+_LONGEST_PATTERN = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +44,13 @@ class Task:
     """Place of the row, for messages."""
 
 
-def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
-    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`. Raises ConfigError if a
-    package it needs is not installed or there is no such task, InputError if a file is missing, empty or malformed."""
+def open_source(config: DataConfig, seed: int) -> TableSource | GymSource | MixedSource:
+    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`; or the mixture. Raises
+    ConfigError if a package it needs is not installed or there is no such task, InputError if a file is missing, empty
+    or malformed."""
     path = config.path
+    if config.mixture:
+        return MixedSource(config, seed)
     if path is None:
         raise ConfigError(*NO_TASKS)
     if path.startswith(_GYM):
@@ -60,8 +69,12 @@ class TableSource:
     messages."""
 
     def __init__(self, rows: Any, where: str, config: DataConfig, lines: Sequence[int] | None = None) -> None:
-        self._rows, self._where, self._config, self._lines = rows, where, config, lines
-        self._size = min(len(rows), config.limit or len(rows))
+        self._where, self._config, self._lines = where, config, lines
+        self._numbers: Sequence[int] = lines or range(len(rows))
+        self._rows = rows if config.map is None else self._mapped(rows, config.map)
+        self._size = min(len(self._rows), config.limit or len(self._rows))
+        if self._size == 0 and len(rows):
+            raise InputError(f"data.map: {config.map} leaves out all {len(rows)} rows of {where}. Fix: return some")
         if self._size == 0:
             raise InputError(f"data.path: {where} has no tasks. Fix: write one JSON object with a prompt per line")
         columns = getattr(rows, "features", {})  # of a table; its floats may have 32 or 16 bits
@@ -69,7 +82,7 @@ class TableSource:
         self._float = np.dtype(narrow if narrow in ("float32", "float16") else "float64").type
         self.without_answer = ""
         """Place of the first row without a reference answer; empty if there is none."""
-        self._task(0, rows[0])  # names all keys of the row, if that of the prompt is missing
+        self._task(0, self._rows[0])  # names all keys of the row, if that of the prompt is missing
         for index, row in enumerate(self._checked_columns()):
             task = self._task(index, row)
             if not self.without_answer and not has_reference(task.answer):
@@ -80,6 +93,25 @@ class TableSource:
 
     def __getitem__(self, index: int) -> Task:
         return self._task(index, self._rows[index])
+
+    def _mapped(self, rows: Any, name: str) -> list[Mapping[str, Any]]:
+        """The rows that the user's function makes of these, as many as are used."""
+        function, mapped, numbers = import_named(name, "data.map"), list[Mapping[str, Any]](), list[int]()
+        for index, row in enumerate(rows):
+            try:
+                found = function(dict(row))
+            except Exception as error:
+                raise InputError(f"{self._place(index)}: {name} (data.map) failed: {in_words(error)}") from error
+            if not isinstance(found, Mapping | None):
+                what = f"{name}{place_of(function)} (data.map) returned {clipped(found)}"
+                raise InputError(f"{self._place(index)}: {what}. Fix: return a dict, or None to leave the row out")
+            if found is not None:
+                mapped.append(found)
+                numbers.append(self._numbers[index])
+            if len(mapped) == self._config.limit:
+                break
+        self._numbers = numbers
+        return mapped
 
     def _checked_columns(self) -> Iterator[Any]:
         """The rows; those of a table without its other columns, of which one row may hold an image."""
@@ -109,7 +141,7 @@ class TableSource:
         return Task(index, with_system_prompt(prompt, config), answer, rest, where)
 
     def _place(self, index: int) -> str:
-        return f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+        return f"{self._where}, {'line' if self._lines else 'row'} {self._numbers[index]}"
 
 
 def has_reference(answer: str | None) -> bool:
@@ -175,6 +207,59 @@ class GymSource:
         return "" if has_reference(self[0].answer) else str(self._config.path)
 
 
+def fair_order(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """An order of `counts[i]` numbers i in which each is less than one place ahead of or behind its share, in any
+    beginning: of those whose next one is due, the one with the earliest end of its time (Tijdeman 1980, The chairman
+    assignment problem)."""
+    order, total, done = list[int](), sum(counts), [0] * len(counts)
+    for place in range(total):
+        due = [one for one, count in enumerate(counts) if done[one] * total < (place + 1) * count]
+        order.append(min(due, key=lambda one: -(-(done[one] + 1) * total // counts[one])))
+        done[order[-1]] += 1
+    return np.array(order, dtype=np.int64)
+
+
+class MixedSource:
+    """The sources of `data.mixture`, one behind the other; a `TaskStream` takes turns by `pattern`. Raises ConfigError
+    if the weights cannot be met exactly."""
+
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        self._sources = list[TableSource | GymSource | MixedSource]()
+        if config.path is not None or not all(one.path for one in config.mixture):
+            fix = "name the path of each source under data.mixture, and none under data.path."
+            raise ConfigError("data.mixture", "tasks come either from it or from data.path.", fix)
+        weights = [Fraction(str(one.weight)) for one in config.mixture]
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        counts = [int(weight * scale) for weight in weights]
+        counts = [count // math.gcd(*counts) for count in counts]
+        if sum(counts) > _LONGEST_PATTERN:
+            problem = f"an order with weights as {':'.join(map(str, counts))} repeats after {sum(counts)} tasks only."
+            raise ConfigError("data.mixture", problem, f"use weights such as 2 and 3, up to {_LONGEST_PATTERN} in sum.")
+        self.pattern = fair_order(counts)
+        """Source of each task, in an order that repeats."""
+        others = ("weight", "name")
+        for one in config.mixture:
+            own = {key: value for key, value in asdict(one).items() if value is not None and key not in others}
+            self._sources.append(open_source(replace(config, mixture=[], **own), seed))
+        self._names = [(one.name, one.path) for one in config.mixture]
+        self.sizes = [len(source) for source in self._sources]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, index: int) -> Task:
+        part, place = 0, index
+        while place >= self.sizes[part]:
+            part, place = part + 1, place - self.sizes[part]
+        task, (name, path) = self._sources[part][place], self._names[part]
+        return replace(task, index=index, metadata={SOURCE: path, **task.metadata, **({SOURCE: name} if name else {})})
+
+    @property
+    def without_answer(self) -> str:
+        """Place of the first task without a reference answer, or empty."""
+        return next((one.without_answer for one in self._sources if one.without_answer), "")
+
+
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
     """The prompt with `data.system_prompt` before it: as a separate message, or as text if `chat` is off."""
     if not config.system_prompt:
@@ -201,11 +286,12 @@ def _load_table(path: str, config: DataConfig) -> Any:
 
 class TaskStream:
     """Tasks in order, without those that do not fit the model. With `shuffle` every epoch has its own permutation, a
-    function of (seed, epoch). `count_tokens` raises InputError for a prompt that cannot be encoded."""
+    function of (seed, epoch). A mixture has epochs of each source; skipped tasks count for their source's weight.
+    `count_tokens` raises InputError for a prompt that cannot be encoded."""
 
     def __init__(
         self,
-        source: TableSource | GymSource,
+        source: TableSource | GymSource | MixedSource,
         seed: int,
         count_tokens: Callable[[Prompt], int],
         max_prompt_tokens: int,
@@ -220,39 +306,47 @@ class TaskStream:
         """Place and reason of the first task skipped since this was emptied."""
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._count_tokens, self._max = count_tokens, max_prompt_tokens
-        self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
-        self._skipped_in_a_row = 0
+        self._sizes, self._pattern = [self.size], np.zeros(1, dtype=np.int64)
+        if isinstance(source, MixedSource):
+            self._sizes, self._pattern = source.sizes, source.pattern
+        self._orders: dict[int, tuple[int, Any]] = {}
+        """Epoch of each source, and the order of its tasks."""
+        self._skipped_in_a_row = [0] * len(self._sizes)
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks. Raises InputError if every task of the source was skipped."""
         tasks: list[Task] = []
         while len(tasks) < count:
-            task = self._source[self._next_index()]
+            part, index = self._next()
+            task = self._source[index]
             if reason := self._why_not(task):
-                self._skip(f"{task.place or f'row {task.index}'}, {reason}")
+                self._skip(part, f"{task.place or f'row {task.index}'}, {reason}")
             else:
-                self._skipped_in_a_row = 0
+                self._skipped_in_a_row[part] = 0
                 tasks.append(task)
         return tasks
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, part: int, reason: str) -> None:
         self.skipped += 1
-        self._skipped_in_a_row += 1
+        self._skipped_in_a_row[part] += 1
         self.first_skip = self.first_skip or reason
-        if self._skipped_in_a_row == 2 * self.size:  # the orders of two epochs: one of them is whole
+        if self._skipped_in_a_row[part] == 2 * self._sizes[part]:  # the orders of two epochs: one of them is whole
             raise InputError(
-                f"data: none of the {self.size} prompts can be used; one of them, {reason}. Fix: prompts that the "
-                "model's chat template can encode, and that fit target.max_model_len beside sampling.max_tokens"
+                f"data: none of the {self._sizes[part]} prompts can be used; one of them, {reason}. Fix: prompts that "
+                "the model's chat template can encode, and that fit target.max_model_len beside sampling.max_tokens"
             )
 
-    def _next_index(self) -> int:
-        epoch, offset = divmod(self.position, self.size)
-        if epoch != self._epoch:
-            rng = np.random.default_rng([self._seed, epoch])
-            self._indices = rng.permutation(self.size) if self._shuffle else np.arange(self.size)
-            self._epoch = epoch
+    def _next(self) -> tuple[int, int]:
+        """Number of the source of the next task, and its index in the whole."""
+        rounds, rest = divmod(self.position, len(self._pattern))
+        part = int(self._pattern[rest])
+        taken = rounds * np.count_nonzero(self._pattern == part) + np.count_nonzero(self._pattern[:rest] == part)
+        epoch, offset = divmod(int(taken), self._sizes[part])
+        if self._orders.get(part, (-1,))[0] != epoch:
+            size, rng = self._sizes[part], np.random.default_rng([self._seed, epoch, part])
+            self._orders[part] = (epoch, rng.permutation(size) if self._shuffle else np.arange(size))
         self.position += 1
-        return int(self._indices[offset])
+        return part, sum(self._sizes[:part]) + int(self._orders[part][1][offset])
 
     def _why_not(self, task: Task) -> str:
         """Why a task is skipped; empty if it is not."""

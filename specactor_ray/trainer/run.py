@@ -156,14 +156,15 @@ def prepared(config: Config) -> Config:
     keep_dtype(config)
     if config.target.dtype == AUTO and not config.target.gpus and config.trainer.dtype == "float32":
         config.target.dtype = "float32"
-    generated = (config.data.path or "").startswith("reasoning_gym:")
+    paths = [one.path for one in config.data.mixture] or [config.data.path or ""]
+    generated = all(path.startswith("reasoning_gym:") for path in paths)
     if not config.reward.functions:
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
     Scorer(config.reward)
     if config.environment.name is not None:
         make_environment(config.environment)
     if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
-        problem = f"reasoning_gym scores its own tasks only, and data.path is {config.data.path}."
+        problem = f"reasoning_gym scores its own tasks only, and the tasks are from {', '.join(paths)}."
         raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
     return config
 

@@ -17,7 +17,7 @@ from specactor_ray.core.errors import ConfigError
 
 DRAFTER = "drafters=[{method: suffix}]"
 KEYS = [doc.key.replace(".N.", ".0.") for doc in describe(Config)]
-BASE = ("data.n=2", DRAFTER, "reward.functions=[{name: length}]")
+BASE = ("data.n=2", DRAFTER, "reward.functions=[{name: length}]", "data.mixture=[{path: tasks.jsonl}]")
 POWERS = st.builds(
     lambda power, shift: 2**power + shift, st.sampled_from([7, 15, 31, 32, 53, 63, 64]), st.integers(-1, 1)
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.schema import DataConfig
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import DataConfig, MixtureConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.trainer.data import Task, TaskStream, open_source
 from tests.refused import refused
@@ -139,6 +142,119 @@ def test_a_source_with_one_task_that_fits_is_never_refused() -> None:
         stream.position = seed
         assert taken(stream, 30) == [3] * 30
         assert stream.position - 30 == seed + stream.skipped
+
+
+ROWS = [{"q": f"q{number}", "a": number} for number in range(5)]
+
+
+def as_task(row: dict) -> dict | None:
+    """For `data.map`."""
+    if row["a"] == 1:
+        return None
+    return row["q"] if row["a"] == 3 else {"prompt": row["q"] + "?", "answer": 10 / row["a"], "level": row["a"]}  # type: ignore[return-value]
+
+
+def mapped(path: str, **more: object) -> DataConfig:
+    return DataConfig(path=path, map="tests.unit.trainer.test_data:as_task", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_mapped_or_left_out_and_named_by_their_place(tmp_path: Path, kind: str) -> None:
+    def saved(rows: list[dict]) -> str:
+        path, columns = tmp_path / f"t.{kind}", {key: [row[key] for row in rows] for key in rows[0]}
+        return table(path, columns) if kind == "parquet" else write(path, rows)
+
+    place, first = ("row", 0) if kind == "parquet" else ("line", 1)
+    source = open_source(mapped(saved(ROWS[1:3] + ROWS[4:])), 0)
+    tasks = [source[index] for index in range(len(source))]
+    assert [(task.prompt, task.answer, task.metadata["level"]) for task in tasks] == [
+        ("q2?", "5", 2),
+        ("q4?", "2.5", 4),
+    ]
+    assert source[1].place.endswith(f"{place} {2 + first}"), "of the row in the file"
+    assert len(open_source(mapped(saved(ROWS[4:] + ROWS[3:4]), limit=1), 0)) == 1, "others are not mapped"
+    where = r":as_task \(test_data.py, line \d+\)"
+    for rows, problem in (
+        (ROWS[1:2], "leaves out all 1 rows"),
+        (ROWS[2:4], rf"{place} {1 + first}: .*{where} .* returned 'q3'.*Fix: return a dict"),
+        (ROWS[:1], rf"{place} {first}: .*:as_task .*ZeroDivisionError: .* \(test_data.py, line \d+\)"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            open_source(mapped(saved(rows)), 0)
+    with refused("data.map", "no_such"):
+        open_source(DataConfig(path=saved(ROWS), map="tests.unit.trainer.test_data:no_such"), 0)
+
+
+def mixture(folder: Path, *parts: tuple[float, int], **more: object) -> DataConfig:
+    """Sources with these weights and numbers of tasks; those of source i are `i-0`, `i-1`, ..."""
+    for part, (_, size) in enumerate(parts):
+        write(folder / f"{part}.jsonl", [{"prompt": f"{part}-{number}"} for number in range(size)])
+    sections = [MixtureConfig(str(folder / f"{part}.jsonl"), weight) for part, (weight, _) in enumerate(parts)]
+    return DataConfig(mixture=sections, **more)  # type: ignore[arg-type]
+
+
+def prompts_of(config: DataConfig, count: int, position: int = 0, most: int = 99) -> list[str]:
+    stream = TaskStream(open_source(config, 3), 3, len, most)
+    stream.position = position
+    return [str(task.prompt) for task in stream.take(count)]
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from([1.0, 2.0, 0.5, 0.3, 7.0, 0.25]), st.integers(1, 9)), min_size=1, max_size=4
+    ),
+    position=st.integers(0, 150),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_weights_of_a_mixture_are_met_and_its_order_goes_on_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[float, int]], position: int
+) -> None:
+    config = mixture(tmp_path_factory.mktemp("mixture"), *parts)
+    found = prompts_of(config, 160)
+    assert prompts_of(config, 160 - position, position) == found[position:]
+    total = sum(weight for weight, _ in parts)
+    for part, (weight, size) in enumerate(parts):
+        taken = [place for place, prompt in enumerate(found) if prompt.startswith(f"{part}-")]
+        counts = np.searchsorted(taken, np.arange(1, 161))
+        assert np.abs(counts - np.arange(1, 161) * weight / total).max() < 1.0
+        own = [found[place] for place in taken]
+        epochs = [own[begin : begin + size] for begin in range(0, len(own) - size + 1, size)]
+        assert all(len(set(epoch)) == size for epoch in epochs)
+
+
+def test_tasks_of_a_mixture_and_those_that_do_not_fit(tmp_path: Path) -> None:
+    """Each has the keys of its own source, or those of all; one that is skipped counts for its source."""
+    write(tmp_path / "own.jsonl", [{"question": "a", "answer": "1"}, {"question": "b", "data_source": "named"}])
+    config = mixture(tmp_path, (3, 2), (1, 12), system_prompt="Be brief.", chat=False)
+    config.mixture[0] = MixtureConfig(str(tmp_path / "own.jsonl"), 3, prompt_key="question", system_prompt="Hm.")
+    source = open_source(config, 0)
+    tasks = [source[index] for index in range(len(source))]
+    assert [task.prompt for task in tasks[:3]] == ["Hm.\na", "Hm.\nb", "Be brief.\n1-0"] and len(tasks) == 14
+    names = [str(tmp_path / "own.jsonl"), "named", *[str(tmp_path / "1.jsonl")] * 12]
+    assert [task.metadata["data_source"] for task in tasks] == names
+    assert [task.index for task in tasks] == list(range(14))
+    assert source.without_answer.endswith("own.jsonl, line 2")
+    config.mixture[0].name = "mine"
+    assert {open_source(config, 0)[index].metadata["data_source"] for index in range(2)} == {"mine"}
+    config = mixture(tmp_path, (1, 2), (1, 12))  # 1-10 and 1-11 are too long
+    assert not {"1-10", "1-11"} & set(prompts_of(config, 60, most=3))
+    write(tmp_path / "0.jsonl", [{"prompt": "too long"}] * 2)
+    with pytest.raises(InputError, match="none of the 2 prompts"):
+        prompts_of(config, 60, most=3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "named"),
+    [((1.0, 1 / 3), {}, "weights such as"), ((1.0,), {"path": "x.jsonl"}, "data.path")],
+)
+def test_refused_mixtures(weights: tuple[float, ...], more: dict, named: str, tmp_path: Path) -> None:
+    with refused("data.mixture", named):
+        open_source(mixture(tmp_path, *((weight, 1) for weight in weights), **more), 0)
+    with refused("data.mixture", "path of each source"):
+        open_source(DataConfig(mixture=[MixtureConfig()]), 0)
+    for weight in (0.0, -1.0, math.nan, math.inf):
+        with refused("data.mixture.0.weight"):
+            from_mapping({"mode": "plain", "data": {"mixture": [{"path": "x", "weight": weight}]}})
 
 
 def table(path: Path, columns: dict) -> str:

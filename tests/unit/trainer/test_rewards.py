@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.load import from_mapping
+from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.trainer.data import has_reference
+from specactor_ray.trainer.data import has_reference, open_source
 from specactor_ray.trainer.rewards import (
     NEED_ANSWERS,
     REWARDS,
@@ -25,6 +24,7 @@ from specactor_ray.trainer.rewards import (
     Scorer,
     extract_answer,
     find_reward,
+    reward_sample,
 )
 from tests.fakes.reward_forms import RETURNED
 from tests.refused import refused
@@ -239,16 +239,25 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
         validate_training(config)
 
 
-def test_the_recipe_for_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
-    (tmp_path / "my_rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    (pattern,) = re.findall(r"'reward.answer_pattern=(.*?)'", page)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    score = Scorer(RewardConfig([RewardFunctionConfig("my_rewards:gsm8k")], answer_pattern=pattern)).score
-    reference = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
-    texts = ("It is 48, so 1072.", "**1,072**", "107", "none")
-    assert [score(sample(text, reference)).reward for text in texts] == [1.0, 1.0, 0.0, 0.0]
+def test_the_recipe_for_gsm8k(tmp_path: Path) -> None:
+    """On a file with the columns of the data set."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    solution = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
+    file = tmp_path / "gsm8k.parquet"
+    datasets.Dataset.from_list([{"question": "How many clips?", "answer": solution}]).to_parquet(file)
+    config = load_config("train_gsm8k", [f"data.path={file}", "data.options={}"])
+    task, score = open_source(config.data, 0)[0], Scorer(config.reward).score
+    assert task.answer == "1072" and str(task.prompt).startswith("How many clips? ")
+    outputs = {
+        "48 / 2 = 24\n#### 1072": 1.0,
+        "#### 1,072": 1.0,
+        "####$1072.": 1.0,
+        "#### 107": 0.0,
+        "1072": 0.0,
+        solution: 1.0,
+    }
+    assert {text: score(reward_sample(task, text, (1,), "stop", 9)).reward for text in outputs} == outputs
 
 
 def test_names_that_are_refused() -> None:

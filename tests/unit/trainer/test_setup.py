@@ -248,6 +248,8 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
         ("sampling.seed=5", "sampling.seed", "sampling.seed=0"),
         ("data.shuffle=false", "data.shuffle", "true"),
         ("data.options={a: 1}", "data.options", ""),
+        ("data.map=mine:rows", "data.map", "data.map=null"),
+        ("data.mixture=[{path: tasks.jsonl}]", "data.mixture", ""),
         ("tasks", "data.path", "10"),
         ("algorithm.name=ppo", "algorithm.name", "grpo"),
         ("trainer.backend=deepspeed", "trainer.backend", ""),
