@@ -73,10 +73,11 @@ class ActorHost:
     @collected_once()
     def build_engine(self, spec: ActorSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
-        from specactor_ray.startup.memory import target_on_node
+        from specactor_ray.startup.memory import kept_by_trainer, target_on_node
         from specactor_ray.target.build import build_engine
 
-        target = target_on_node(spec.config.target, [spec.drafters[method] for method in spec.hosted])
+        hosted = [spec.drafters[method] for method in spec.hosted]
+        target = target_on_node(spec.config.target, hosted, kept_by_trainer(spec.config))
         return build_engine(target, "cuda" if target.gpus else "cpu", spec.window)
 
     def build_drafting(self, spec: ActorSpec, engine: TargetEngine) -> Drafting:

@@ -28,6 +28,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, random_suffix, run_and_actor
 from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import start_ticks
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,18 @@ class Demand:
     """Actor id; also names the group."""
     cpus: float
     gpus: float = 0.0
+    guest_cpus: float = 0.0
+    """Cores of a rank of the trainer in the same bundle, which shares the GPU; 0: there is none."""
 
     def bundle(self) -> dict[str, float]:
         """The resources for Ray; never empty, which Ray would refuse."""
-        wanted = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        wanted = {"CPU": float(self.cpus + self.guest_cpus), "GPU": float(self.gpus)}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
+
+    @property
+    def own_gpus(self) -> float:
+        """GPUs of the actor for Ray: with a guest each of the two has a half, of the same one."""
+        return self.gpus / 2 if self.guest_cpus else self.gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,7 @@ class RayBackend:
 
     def launch(self, cls: Any, spec: Any, name: str, group: Any, bundle: int, demand: Demand) -> Any:
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
-        return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
+        return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.own_gpus)
 
     def end(self, handle: Any, facts: ProcessFacts | None) -> None:
         processes = family(facts) if facts is not None and facts.node_id == self._here else []
@@ -211,6 +219,14 @@ def make_actor(
         made = remote(concurrency_groups=dict(groups))(cls)
     always = {"namespace": NAMESPACE, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy}
     return made.options(name=name, **always, **options).remote(*arguments)
+
+
+def find_group(name: str) -> PlacementGroup:
+    """The placement group of this name. ClusterError: there is none."""
+    for group_id, facts in placement_group_table().items():
+        if facts["name"] == name and facts["state"] != "REMOVED":
+            return PlacementGroup(PlacementGroupID.from_hex(group_id))
+    raise ClusterError(f"there is no placement group {name} on the cluster any more")
 
 
 def start_here(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:

@@ -272,7 +272,14 @@ def _of_training(config: Config) -> Iterator[Problem]:
         problem = (
             "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."
         )
-        yield "trainer.offload", problem, "use trainer.offload=false, or trainer.max_staleness=0."
+        fix = "use trainer.offload=false (and trainer.colocate=false), or trainer.max_staleness=0."
+        yield "trainer.offload", problem, fix
+    if trainer.colocate and (trainer.gpus, config.target.gpus) != (1, 1):
+        problem = f"a rank with trainer.gpus={trainer.gpus} cannot share the GPUs of target.gpus={config.target.gpus}."
+        yield "trainer.colocate", problem, "use trainer.gpus=1 and target.gpus=1, or trainer.colocate=false."
+    if trainer.colocate and trainer.ranks > config.target.replicas:
+        problem = f"{trainer.ranks} ranks cannot share the GPUs of {config.target.replicas} verifier(s)."
+        yield "trainer.ranks", problem, f"use {config.target.replicas}, or raise target.replicas."
     if trainer.offload and trainer.gpus and trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3:
         problem = "3 with trainer.offload: DeepSpeed does not move the states of stage 3 from a GPU and back."
         yield "trainer.zero_stage", problem, "use 2, or trainer.offload=false."

@@ -159,6 +159,8 @@ class TrainerConfig:
     """CPU cores of each rank. Default: all of the node, shared with the verifiers: the two take turns."""
     gpus: int = at_least(0, default=0)
     """GPUs of each rank; 0 trains on the CPU."""
+    colocate: bool = False
+    """Each rank has the GPU of a verifier, in turns with it; sets trainer.offload."""
     dtype: str = one_of(("float32", "bfloat16"), default="float32")
     """Arithmetic of forward and backward: float32, or bfloat16 (autocast; weights and optimizer stay float32)."""
     steps: int = at_least(1, default=100)

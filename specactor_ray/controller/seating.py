@@ -68,6 +68,17 @@ def group_of(seat: int, replicas: int) -> int:
     return seat // math.ceil(replicas / groups)
 
 
+def bundle_of_verifier(index: int, config: Config, run: str) -> tuple[str, int]:
+    """Name of the placement group, and number of the bundle, of the verifier on this seat."""
+    group = group_of(index, config.target.replicas)
+    first = next(seat for seat in range(index + 1) if group_of(seat, config.target.replicas) == group)
+    return _gang_name(run, group), index - first
+
+
+def _gang_name(run: str, group: int) -> str:
+    return actor_name(run, f"gang-{group}")
+
+
 class Seating:
     """All seats of a run. Nothing here blocks for long.
 
@@ -99,7 +110,7 @@ class Seating:
         over them evenly."""
         replicas = desired[VERIFIER]
         numbers = range(group_of(replicas - 1, replicas) + 1)
-        self.gangs = [Gang(actor_name(self._run, f"gang-{number}"), number) for number in numbers]
+        self.gangs = [Gang(_gang_name(self._run, number), number) for number in numbers]
         for index in range(replicas):
             self._add(self.gangs[group_of(index, replicas)], VERIFIER, index)
         turns = itertools.cycle(self.gangs)
@@ -173,9 +184,10 @@ class Seating:
         return demand_against_supply(self.waiting_demands(), self.supply, held)
 
     def _add(self, gang: Gang, key: str, index: int) -> Seat:
-        size = self._config.target if key == VERIFIER else self._drafters[key]
-        stem = f"{key}-{index}"
-        gang.seats.append(Seat(stem, key, index, Demand(stem, size.cores, size.gpus), gang, len(gang.seats)))
+        size, trainer, stem = self._drafters.get(key, self._config.target), self._config.trainer, f"{key}-{index}"
+        guest_cpus = float(trainer.cores or 1) if key == VERIFIER and index < trainer.ranks else 0.0
+        demand = Demand(stem, size.cores, size.gpus, guest_cpus if trainer.colocate else 0.0)
+        gang.seats.append(Seat(stem, key, index, demand, gang, len(gang.seats)))
         return gang.seats[-1]
 
     def _request(self, gangs: Sequence[Gang]) -> None:

@@ -72,10 +72,15 @@ def devices_of(config: Config, trains: bool = False) -> Devices:
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
     cores = target.replicas * target.cores + draft_cores(drafters)
     if trains:
-        cores, gpus = cores + trainer_cores(trainer), gpus + trainer.ranks * trainer.gpus
+        cores, gpus = cores + trainer_cores(trainer), gpus + trainer_gpus(trainer)
     return Devices(cores, gpus)
 
 
 def trainer_cores(trainer: TrainerConfig) -> int:
     """Cores used by the trainer alone: without `trainer.cores` it shares those of the verifiers in turns."""
     return trainer.ranks * (trainer.cores or min(trainer.gpus, 1))
+
+
+def trainer_gpus(trainer: TrainerConfig) -> int:
+    """GPUs used by the trainer alone."""
+    return 0 if trainer.colocate else trainer.ranks * trainer.gpus

@@ -13,6 +13,7 @@ from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, count_parameters
 from specactor_ray.startup.machine import Machine
 from specactor_ray.target.sizes import (
+    asleep_bytes,
     cache_bytes,
     gib,
     require_room_on_gpu,
@@ -24,6 +25,8 @@ from specactor_ray.target.sizes import (
 
 PROCESS_BYTES = 0.35 * 2**30
 """Memory of Python, torch and Ray in one process."""
+_OFFLOADED = 1 * GIB
+"""Bytes that an offloaded rank of the trainer keeps on a shared GPU: its context and the workspaces of its kernels."""
 FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
 
 
@@ -38,7 +41,7 @@ def settle_caches(config: Config, machine: Machine) -> None:
         ConfigError: A GPU cannot hold the target's model, or cannot hold it beside the configured cache; or cannot hold
             that of a draft actor.
     """
-    target, gpu, hosted = config.target, None, 0.0
+    target, gpu, hosted = config.target, None, kept_by_trainer(config)
     if machine.hosts(config.cluster) and machine.gpu_bytes:
         gpu = min(machine.gpu_bytes)
     for drafter, spec in zip(config.drafters, drafter_specs(config).values(), strict=False):  # mode plain uses none
@@ -59,13 +62,18 @@ def settle_caches(config: Config, machine: Machine) -> None:
         target.kv_cache_gb = cache_bytes(target, require_room_on_gpu(target, gpu, hosted)) / GIB
 
 
-def target_on_node(target: TargetConfig, hosted: Sequence[DrafterSpec]) -> TargetConfig:
+def kept_by_trainer(config: Config) -> float:
+    """Bytes on each verifier's GPU that a rank of the trainer keeps."""
+    return _OFFLOADED if config.trainer.colocate else 0.0
+
+
+def target_on_node(target: TargetConfig, hosted: Sequence[DrafterSpec], kept: float = 0.0) -> TargetConfig:
     """The section of a verifier, with a cache by the GPU of this node if it is not settled yet. `hosted`: drafters in
-    the same process."""
+    the same process; `kept`: see `kept_by_trainer`."""
     if target.kv_cache_gb is not None or not target.gpus:
         return target
     total = device_bytes()
-    room = room_on_gpu(target, total, sum(footprint(one, target, total)[1] for one in hosted))
+    room = room_on_gpu(target, total, kept + sum(footprint(one, target, total)[1] for one in hosted))
     return replace(target, kv_cache_gb=cache_bytes(target, room) / GIB)
 
 
@@ -105,6 +113,25 @@ def check_memory(config: Config, free: float, plan: Mapping[str, float], fix: st
         items = "; ".join(f"{part}: {gib(size)}" for part, size in plan.items())
         problem = f"the run needs about {gib(total)} ({items}), and {gib(free)} are free."
         raise ConfigError("memory", problem, fix)
+
+
+def check_turn_of_trainer(config: Config, machine: Machine, plan: Mapping[str, float]) -> None:
+    """Refuse a GPU that cannot hold a rank of the trainer beside a sleeping verifier, with a ConfigError that has the
+    numbers and the fix. `plan` has the parts of all ranks together. The turn of the verifiers is `settle_caches`'s."""
+    if not (config.trainer.colocate and machine.gpu_bytes and machine.hosts(config.cluster)):
+        return
+    parts = {part: size / config.trainer.ranks for part, size in plan.items() if part.startswith("trainer, ")}
+    parts |= {"trainer, context": _OFFLOADED, "a verifier asleep": asleep_bytes(config.target)}
+    total, gpu = sum(parts.values()), min(machine.gpu_bytes)
+    if total > usable_bytes(gpu):
+        items = "; ".join(f"{part}: {gib(size)}" for part, size in parts.items())
+        usable = f"{gib(usable_bytes(gpu))} of {gib(gpu)} are usable"
+        problem = f"an update takes {gib(total)} of each GPU ({items}), and {usable}."
+        fix = (
+            "use a smaller trainer.micro_batch_tokens, trainer.gradient_checkpointing=true, algorithm.kl_coef=0, more "
+            "ranks (trainer.backend=deepspeed), or GPUs of the trainer's own (trainer.colocate=false)."
+        )
+        raise ConfigError("trainer.colocate", problem, fix)
 
 
 def _judged(config: Config) -> bool:

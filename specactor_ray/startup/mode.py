@@ -12,7 +12,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.plan.costs import Costs, usable_costs
 from specactor_ray.plan.search import ALL_MODES, Plan, search_plan, usable_methods
-from specactor_ray.startup.machine import Devices, Machine, devices_of, trainer_cores
+from specactor_ray.startup.machine import Devices, Machine, devices_of, trainer_cores, trainer_gpus
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -161,7 +161,7 @@ def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[Mo
     specs = drafter_specs(replace(config, mode=ModeName.decoupled))
     methods, unusable = usable_methods(costs, specs, config.target.gpus > 0)
     there, trainer = machine.devices(config.cluster) or devices_of(config, trains=True), config.trainer
-    on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(trainer)
+    on_gpus, on_cores = there.gpus - trainer_gpus(trainer), there.cores - trainer_cores(trainer)
     devices, requests = on_gpus if config.target.gpus else on_cores, config.target.replicas * config.target.max_batch
     plan = search_plan(costs.verify, methods, devices=devices, requests=requests, modes=modes)
     return replace(plan, notes=(*unusable, *plan.notes))

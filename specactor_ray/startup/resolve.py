@@ -18,7 +18,7 @@ from specactor_ray.core.progress import start_phase
 from specactor_ray.models.checkpoint_files import known_number
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
-from specactor_ray.startup.machine import Machine, devices_of, trainer_cores
+from specactor_ray.startup.machine import Machine, devices_of, trainer_cores, trainer_gpus
 from specactor_ray.startup.memory import check_memory, plan_rollout_memory, settle_caches
 from specactor_ray.startup.mode import settle
 from specactor_ray.target.sizes import BLOCK_TOKENS, reject_cache_below_one_request
@@ -66,6 +66,7 @@ def resolve(config: Config, machine: Machine, trains: bool = False, sampled: boo
     if sampled:
         max_prompt_tokens(config, context_within(config.target, known or 0))
     config, choices = settle(config, machine)
+    config.trainer.colocate &= trains
     require_devices(config, machine, trains)
     target = config.target
     with start_phase("checking the models"):
@@ -126,7 +127,8 @@ def require_devices(config: Config, machine: Machine, trains: bool = False) -> N
     parts = [("target", target.replicas, target.gpus, float(target.cores))]
     parts += [(one.key, one.replicas, one.gpus, one.cores) for one in acting_drafters(config)]
     if trains:
-        parts.append(("trainer", trainer.ranks, trainer.gpus, trainer_cores(trainer) / trainer.ranks))
+        gpus = trainer_gpus(trainer) // trainer.ranks
+        parts.append(("trainer", trainer.ranks, gpus, trainer_cores(trainer) / trainer.ranks))
     for kind, wanted, have in (("gpus", needed.gpus, there.gpus), ("cores", needed.cores, there.cores)):
         if kind == "cores" and config.cluster.pin_cores:  # cores that actors are bound to must exist, too
             have = min(have, machine.cores + wanted - devices_of(config).cores)

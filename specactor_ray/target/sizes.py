@@ -140,6 +140,15 @@ def beside_the_cache(target: TargetConfig) -> float:
     return size * itemsize / target.tensor_parallel + step + own + states + _GPU_FIXED
 
 
+def asleep_bytes(target: TargetConfig) -> float:
+    """Bytes of a rank on a GPU, beside those that `usable_bytes` leaves out, while it sleeps: all but the weights and
+    the cache; `hf` drops steps and graphs, too."""
+    if target.backend == "hf":
+        return 0.0
+    size, _ = count_parameters(target.model, target.trust_remote_code)
+    return beside_the_cache(target) - _GPU_FIXED - size * ITEM_BYTES[target.dtype] / target.tensor_parallel
+
+
 def captured_bytes(text: Any, itemsize: int, rows: int, tokens: int, logits: int) -> float:
     """Bytes of the captured steps of a model on a GPU (`models/captured.py`) with up to `rows` rows and `tokens`
     tokens: the kernels of each, and activations and up to `logits` logits of the largest, in memory of all."""

@@ -15,7 +15,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
-from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerConfig
+from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend, TrainerConfig
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError
@@ -28,7 +28,7 @@ from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
 from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, plan_rollout_memory
+from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, check_turn_of_trainer, plan_rollout_memory
 from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
@@ -82,6 +82,7 @@ def train(
             stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
             memory = plan_memory(config)
             check_memory(config, machine.free_bytes, memory, FIXES)
+            check_turn_of_trainer(config, machine, memory)
             announce(resolved, run, memory, console)
             return _train(resolved, run, stream, console, watch, beside)
         except BaseException as error:
@@ -150,8 +151,9 @@ def prepared(config: Config) -> Config:
     """A copy with the values of a training run that depend on other sections. `target.dtype: auto` is that of the run
     which `resume` continues, else on CPUs the trainer's float32, so that both compute the same log-probabilities; on
     GPUs it would take several times as long. ConfigError: it cannot work."""
-    validate_training(config)
     config = copy.deepcopy(config)
+    config.trainer.offload |= config.trainer.colocate
+    validate_training(config)
     config.target.updates = True
     keep_dtype(config)
     if config.target.dtype == AUTO and not config.target.gpus and config.trainer.dtype == "float32":
@@ -216,8 +218,13 @@ def plan_memory(config: Config) -> dict[str, float]:
     if trainer.ranks > 1 and trainer.zero_stage < 3:
         states += (trainer.ranks - 1) * 2 * size * _FLOAT32
     plan["trainer, weights, gradients, moments"] = states
-    if config.algorithm.kl_coef:
-        plan["trainer, reference model"] = trainer.ranks * size * _FLOAT32
+    item = ITEM_BYTES[trainer.dtype]
+    if item < _FLOAT32:
+        plan["trainer, weights as autocast rounds them"] = trainer.ranks * size * item * 1.0
+    if config.algorithm.kl_coef:  # its linear layers are in trainer.dtype, its embedding is not
+        embedding = int(text.vocab_size) * int(text.hidden_size)
+        copies = 1 if trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3 else trainer.ranks
+        plan["trainer, reference model"] = copies * (size * item + embedding * (_FLOAT32 - item)) * 1.0
     plan["trainer, activations"] = trainer.ranks * _activation_bytes(trainer, text)
     # The version in the object store, and the next one while it is sent.
     plan["object store, two versions of the weights"] = 2.0 * size * ITEM_BYTES[target.dtype]

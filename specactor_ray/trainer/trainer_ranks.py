@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from specactor_ray.cluster.backend import Demand, cluster_supply, demand_against_supply, make_actor
+from specactor_ray.cluster.backend import Demand, cluster_supply, demand_against_supply, find_group, make_actor
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.cluster.cores import limit_spins
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.schema import Config
+from specactor_ray.controller.seating import bundle_of_verifier
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, SpecActorError
 from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
 
@@ -187,17 +188,15 @@ def _size(file: Path) -> int | None:
 def trainer_group(config: Config, run: str, checkpoint: Path | None = None) -> Iterator[TrainerRanks]:
     """Place and start the ranks, which end with the context.
 
-    Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
-    with the verifiers, since trainer and verifiers work in turns. Raises ClusterError if there is no room for them, and
+    With `trainer.colocate` each is in the bundle of a verifier. Ranks with `trainer.cores` or `trainer.gpus` get one
+    placement group; otherwise they share the cores of this node with the verifiers, since trainer and verifiers work in
+    turns. Raises ClusterError if there is no room for them, and
     the errors of their start; nothing is left running then. `checkpoint` is the one to continue from.
     """
     trainer, calls, actors = config.trainer, Calls(), list[Any]()
     with contextlib.ExitStack() as started:
-        group = _place(config, run)
-        if group is not None:
-            started.callback(remove_placement_group, group)
-        for rank in range(trainer.ranks):
-            actors.append(_launch(config, run, rank, group))
+        for rank, strategy in enumerate(_place(config, run, started)):
+            actors.append(_launch(config, run, rank, strategy))
             started.callback(ray.kill, actors[-1])
         limit_s = config.cluster.start_timeout_s
         asked = [calls.start(actor, "find_port", deadline_s=limit_s) for actor in actors]
@@ -211,37 +210,37 @@ def trainer_group(config: Config, run: str, checkpoint: Path | None = None) -> I
         yield ranks
 
 
-def _place(config: Config, run: str) -> PlacementGroup | None:
+def _place(config: Config, run: str, held: contextlib.ExitStack) -> list[Any]:
+    """Ray's scheduling strategy for each rank. A placement group of their own ends with `held`."""
     trainer, limit_s = config.trainer, config.cluster.placement_timeout_s
+    if trainer.colocate:
+        places = [bundle_of_verifier(rank, config, run) for rank in range(trainer.ranks)]
+        return [PlacementGroupSchedulingStrategy(find_group(name), bundle) for name, bundle in places]
     if trainer.cores is None and not trainer.gpus:
-        return None
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return [here] * trainer.ranks
     demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
     supply = cluster_supply()
     group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", name=actor_name(run, "trainer"))
-    try:
-        if not group.wait(limit_s):
-            table = demand_against_supply([demand] * trainer.ranks, supply)
-            raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
-    except BaseException:  # an interruption, too
-        remove_placement_group(group)
-        raise
-    return group
+    held.callback(remove_placement_group, group)
+    if not group.wait(limit_s):
+        table = demand_against_supply([demand] * trainer.ranks, supply)
+        raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
+    return [PlacementGroupSchedulingStrategy(group, rank) for rank in range(trainer.ranks)]
 
 
-def _launch(config: Config, run: str, rank: int, group: PlacementGroup | None) -> Any:
+def _launch(config: Config, run: str, rank: int, strategy: Any) -> Any:
     from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
 
-    if group is None:
-        strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    else:
-        strategy = PlacementGroupSchedulingStrategy(group, rank)
+    trainer = config.trainer
+    shares_cores = trainer.cores is None and not trainer.gpus
     return make_actor(
         TrainerActor,
         actor_name(run, f"trainer-{rank}"),
         strategy,
         config.run.log_level,
         groups={HEARTBEAT: 1},
-        num_cpus=0.0 if group is None else float(config.trainer.cores or 1),
-        num_gpus=config.trainer.gpus,
+        num_cpus=0.0 if shares_cores else float(trainer.cores or 1),
+        num_gpus=trainer.gpus / 2 if trainer.colocate else trainer.gpus,
         runtime_env={"env_vars": limit_spins()},
     )

@@ -15,6 +15,9 @@ import pytest
 import ray
 import torch
 
+from specactor_ray.actors.specs import VERIFIER
+from specactor_ray.cluster.backend import RayBackend
+from specactor_ray.controller.seating import Seating
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.trainer.trainer_ranks import TrainerRanks, trainer_group
@@ -27,7 +30,48 @@ from tests.unit.learner.test_update import make_samples
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-cluster = local_ray(2)
+cluster = local_ray(4, num_gpus=2)
+
+
+def gpus_of(_actor: object) -> list[str]:
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+class Guest:
+    """In place of a verifier or a rank, which would need a real GPU."""
+
+    def __init__(self, _argument: object) -> None:
+        pass
+
+    def find_port(self) -> tuple[str, int]:
+        return "host", 1
+
+    def start(self, *arguments: object) -> None:
+        pass
+
+    def heartbeat(self) -> int:
+        return 0
+
+
+def test_a_rank_is_on_the_gpu_of_its_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, backend = settings(), RayBackend()
+    config.target.gpus, config.target.replicas = 1, 2
+    config.trainer.gpus, config.trainer.colocate, config.trainer.ranks = 1, True, 2
+    seating, desired = Seating("pair", config, backend), {VERIFIER: 2}
+    seating.form(desired, 0.0)
+    seats = seating.claim([VERIFIER] * 2)
+    ray.get([seat.gang.group.ready() for seat in seats[:1]])
+    verifiers = [
+        backend.launch(Guest, (), f"v{n}", one.gang.group, one.bundle, one.demand) for n, one in enumerate(seats)
+    ]
+    monkeypatch.setattr("specactor_ray.actors.trainer.TrainerActor", Guest)
+    try:
+        with trainer_group(config, "pair") as group:
+            found = [ray.get([one.__ray_call__.remote(gpus_of) for one in of]) for of in (verifiers, group._ranks)]
+            assert found[0] == found[1] and found[0][0] != found[0][1]
+        assert ray.get(verifiers[0].find_port.remote()) == ("host", 1), "the verifier's bundle outlives the trainer"
+    finally:
+        seating.close()
 
 
 def weights_of(group: TrainerRanks) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller import seating
-from specactor_ray.controller.seating import Seat, Seating
+from specactor_ray.controller.seating import Seat, Seating, bundle_of_verifier
 from specactor_ray.simulation.cluster import Machines, VirtualBackend
 from specactor_ray.simulation.network import Node
 from tests.fakes.virtual import Bench
@@ -85,6 +85,22 @@ def test_each_group_of_verifiers_is_a_gang_with_its_share_of_draft_actors() -> N
     assert [group.name for group in run.machines.groups] == [actor_name("a", "gang-0"), actor_name("a", "gang-1")]
     run.look(0.1)
     assert len(run.settled) == 12
+
+
+def test_ranks_of_the_trainer_are_guests_of_the_first_verifiers() -> None:
+    config = make_config(9, 3)
+    config.trainer.colocate, config.trainer.ranks, config.trainer.cores = True, 6, 2
+    config.target.gpus, config.target.cores = 1, 4
+    seats = Seating("a", config, make_backend(machines_of(64.0)))
+    seats.form({VERIFIER: 9, "ngram": 3}, 0.0)
+    for index in range(6):
+        name, bundle = bundle_of_verifier(index, config, "a")
+        (gang,) = [gang for gang in seats.gangs if gang.name == name]
+        seat = gang.seats[bundle]
+        assert seat.stem == f"verifier-{index}" and seat.demand.own_gpus == 0.5
+        assert seat.demand.bundle() == {"CPU": 6.0, "GPU": 1.0} and seat.demand.cpus == 4
+    others = [seat.demand for seat in seats.seats if seat.key != VERIFIER or seat.index >= 6]
+    assert len(others) == 6 and all(demand.own_gpus == demand.gpus for demand in others)
 
 
 @pytest.mark.usefixtures("single_groups")

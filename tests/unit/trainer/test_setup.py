@@ -18,8 +18,8 @@ from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
 from specactor_ray.runs.records import read_records
 from specactor_ray.runs.training import keep_dtype, open_run
-from specactor_ray.startup.machine import Machine
-from specactor_ray.startup.memory import check_memory
+from specactor_ray.startup.machine import Devices, Machine, devices_of
+from specactor_ray.startup.memory import check_memory, check_turn_of_trainer, settle_caches
 from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import resolve
 from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepared
@@ -60,6 +60,18 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
             "use 2",
         ),
         ("reward.functions=[{name: reasoning_gym}]", "reward.functions", "reasoning_gym"),
+        ("trainer.colocate=true", "trainer.colocate", "target.gpus=1"),
+        ("trainer.colocate=true; trainer.gpus=1", "trainer.colocate", "target.gpus=1"),
+        (
+            "trainer.colocate=true; trainer.gpus=1; target.gpus=1; trainer.max_staleness=1",
+            "trainer.offload",
+            "colocate",
+        ),
+        (
+            "trainer.colocate=true; trainer.gpus=1; target.gpus=1; trainer.ranks=2; trainer.backend=deepspeed",
+            "trainer.ranks",
+            "target.replicas",
+        ),
         ("reward.functions=[{name: exactmatch}]", "reward.functions", "exact_match, length, math, reasoning_gym"),
     ],
 )
@@ -165,6 +177,26 @@ def test_the_memory_plan(tmp_path: Path) -> None:
     check_memory(config, 16 * 2**30, plan_memory(config), FIXES)
     with pytest.raises(ConfigError, match=r"0.10 GiB(.|\n)*trainer.micro_batch_tokens"):
         check_memory(config, 0.1 * 2**30, plan_memory(config), FIXES)
+
+
+def test_a_gpu_that_cannot_hold_the_trainers_turn_is_refused(tmp_path: Path) -> None:
+    overrides = ["target.gpus=1", "trainer.gpus=1", "trainer.colocate=true", "trainer.dtype=bfloat16"]
+    config = prepared(settled(tmp_path, *overrides))
+    assert config.trainer.offload, "they take turns"
+    machine, plan = Machine(2, 1, (80 * 2**30,)), plan_memory(config)
+    assert devices_of(config, trains=True).fit(Devices(16, 1))
+    check_turn_of_trainer(config, machine, plan)
+    billions = {**plan, "trainer, weights, gradients, moments": 16 * 7e9}
+    with pytest.raises(ConfigError, match=r"moments: 104\.\d+ GiB.* of 80\.00 GiB are usable") as error:
+        check_turn_of_trainer(config, machine, billions)
+    assert error.value.key == "trainer.colocate" and "trainer.micro_batch_tokens" in error.value.fix
+    caches = []
+    for colocate in (False, True):
+        config.trainer.colocate = colocate
+        config.target.kv_cache_gb, config.target.max_batch = None, 1 << 20
+        settle_caches(config, replace(machine, gpu_bytes=(8 * 2**30,)))
+        caches.append(config.target.kv_cache_gb)
+    assert caches[0] - caches[1] == pytest.approx(1.0), "the trainer's context"
 
 
 def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
