@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
+from specactor_ray.config.recipes import ADVANTAGES, LOSSES, make_recipe, smallest_group
 from specactor_ray.config.schema import (
     MAX_METHODS,
     ClusterConfig,
@@ -19,7 +20,7 @@ from specactor_ray.config.schema import (
     RaceName,
     TargetConfig,
 )
-from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, Importance, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
@@ -89,6 +90,10 @@ NO_TASKS: Problem = (
 
 def validate_training(config: Config) -> None:
     """Check the relations that a rollout does not need. Raises as `validate`."""
+    for key, shipped in (("advantages", ADVANTAGES), ("loss", LOSSES)):
+        name = getattr(config.algorithm, key)
+        if name is not None and not is_named(name):  # else a user's function, tried before the start
+            reject_unlisted(f"algorithm.{key}", name, (*shipped, "package.module:function"))
     _raise_first(_of_training(config))
 
 
@@ -247,11 +252,21 @@ def _of_training(config: Config) -> Iterator[Problem]:
     except (re.error, OverflowError, RecursionError) as error:
         problem = f"{clipped(pattern)} is not a regular expression ({clipped_text(str(error))})."
         yield "reward.answer_pattern", problem, "correct it (syntax: Python's re)."
-    if algorithm is not AlgorithmName.ppo and config.data.n < 2:
+    if config.data.n < smallest_group(make_recipe(config)):
         if config.data.path is None and not config.data.mixture:  # of a command without anything
             yield NO_TASKS
         problem = f"{config.data.n} sample per prompt: {algorithm.value} compares the samples of a prompt."
         yield "data.n", problem, "use 2 or more (8 is common), or algorithm.name=ppo."
+    if algorithm is AlgorithmName.ppo and config.algorithm.advantages is not None:
+        problem = f"{config.algorithm.advantages}, but ppo estimates advantages by its value head."
+        yield "algorithm.advantages", problem, "leave it out, or use another algorithm.name, such as grpo."
+    if config.algorithm.importance is Importance.off and config.algorithm.importance_cap is not None:
+        problem = f"{config.algorithm.importance_cap:g} caps no weights: algorithm.importance is off."
+        yield "algorithm.importance_cap", problem, "leave it out, or use algorithm.importance=token."
+    for key, value, keeps_all in (("top_k", config.sampling.top_k, 0), ("top_p", config.sampling.top_p, 1.0)):
+        if value != keeps_all:
+            problem = f"{value:g} samples from a part of the distribution, and the update trains the whole one."
+            yield f"sampling.{key}", problem, f"use {keeps_all:g}, or another sampling.temperature."
     if config.sampling.temperature == 0.0:
         problem = "0 gives the same output for every sample of a prompt, and no gradient."
         yield "sampling.temperature", problem, "use a temperature above 0, such as 1."

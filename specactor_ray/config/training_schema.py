@@ -14,16 +14,25 @@ LARGEST_REWARD = 1e18
 
 
 class AlgorithmName(str, Enum):
-    """Policy-gradient algorithms; formulas and sources in `learner/algorithms.py`."""
+    """Policy-gradient algorithms: presets of the other keys (`config/recipes.py`). Formulas and sources are in
+    `learner/algorithms.py`."""
 
     grpo = "grpo"
     """Group-relative advantages, no value model."""
+    dr_grpo = "dr_grpo"
+    """GRPO without the two divisions that depend on the rewards' deviation and on the length."""
     dapo = "dapo"
     """GRPO with clip-higher, token-level loss, dynamic sampling and overlong shaping."""
+    gspo = "gspo"
+    """GRPO with the ratio of whole outputs."""
+    cispo = "cispo"
+    """GRPO with capped ratios as weights, so that no token loses its gradient."""
     ppo = "ppo"
     """Value head on the policy, generalised advantage estimation."""
     rloo = "rloo"
     """REINFORCE with the other samples of the group as baseline."""
+    reinforce_pp = "reinforce_pp"
+    """REINFORCE++: rewards whitened over all tokens of the step, no groups."""
 
 
 class LossAggregation(str, Enum):
@@ -35,6 +44,19 @@ class LossAggregation(str, Enum):
     """Every sample has the same weight; its tokens are averaged."""
     constant = "constant"
     """Sum divided by samples x sampling.max_tokens, regardless of the lengths."""
+
+
+class Importance(str, Enum):
+    """Weights against the difference between the trainer's and the rollout's probabilities."""
+
+    off = "off"
+    """None."""
+    token = "token"
+    """Every token by min(ratio, cap)."""
+    sequence = "sequence"
+    """Every token by min(product of the output's ratios, cap)."""
+    mask = "mask"
+    """As `sequence`, but outputs beyond the cap have weight 0."""
 
 
 class TrainerBackend(str, Enum):
@@ -59,22 +81,35 @@ class AlgorithmConfig:
     """The policy-gradient algorithm. Keys that are null have the algorithm's own value."""
 
     name: AlgorithmName = AlgorithmName.grpo
-    """`grpo`, `dapo`, `ppo` or `rloo`."""
-    clip_low: float = positive(0.2, up_to=1.0)
-    """Clip range of a token's probability ratio below 1."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `ppo`, `rloo` or `reinforce_pp`: sets the keys that are null."""
+    advantages: str | None = None
+    """`group` (against the group's mean), `leave_one_out` (against the mean of the others), `batch` (whitened over the
+    tokens of the step), or a function of your own as `package.module:function`. Default: leave_one_out for rloo, batch
+    for reinforce_pp, a value head for ppo, else group."""
+    loss: str | None = None
+    """`clip` (PPO's clipped ratio of each token), `sequence_clip` (of the whole output), `cispo`, or a function of your
+    own as `package.module:function`. Default: sequence_clip for gspo, cispo for cispo, else clip."""
+    clip_low: float | None = positive(None, up_to=1.0)
+    """Clip range of the ratio below 1; 1 is no limit. Default: 0.0003 for gspo, 1 for cispo, else 0.2."""
     clip_high: float | None = positive(None)
-    """Clip range of the ratio above 1. Default: clip_low; 0.28 for dapo."""
+    """Clip range of the ratio above 1. Default: 0.28 for dapo, 0.0004 for gspo, 4 for cispo, else clip_low."""
+    clip_dual: float = limited(lambda value: 1.0 < value <= 1e9, "use a number above 1 (3 is common).", default=3.0)
+    """Largest ratio that counts where the advantage is negative (dual clip), and in the KL term."""
     loss_aggregation: LossAggregation | None = None
-    """`token`, `sequence` or `constant`. Default: sequence for grpo, token for the others."""
-    scale_by_std: bool = True
-    """grpo, dapo: divide advantages by the standard deviation of the group's rewards."""
+    """`token`, `sequence` or `constant`. Default: sequence for grpo and gspo, constant for dr_grpo, else token."""
+    scale_by_std: bool | None = None
+    """Advantages `group`: divide by the standard deviation of the group's rewards. Default: false for dr_grpo, else
+    true."""
+    mask_truncated: bool = False
+    """Leave outputs that were cut off at sampling.max_tokens out of the update (DAPO's overlong filtering); their
+    rewards still count in their groups."""
     dynamic_sampling: bool | None = None
     """Replace groups with equal rewards by more prompts. Default: true for dapo, else false."""
     max_sampling_rounds: int = at_least(1, default=4)
     """Most rounds of prompts per step under dynamic sampling; after them the step uses the present groups."""
     overlong_buffer: int | None = at_least(0, default=None)
-    """Tokens of the ramp below sampling.max_tokens on which long outputs lose up to 1 of reward; 0: none. Default: an
-    eighth of sampling.max_tokens for dapo, else 0."""
+    """Tokens of the ramp below sampling.max_tokens on which long outputs lose up to 1 of reward; 0: none. Default: a
+    fifth of sampling.max_tokens for dapo, else 0."""
     entropy_coef: float = at_least(0, 0.0)
     """Weight of the entropy bonus."""
     kl_coef: float = at_least(0, 0.0)
@@ -83,9 +118,12 @@ class AlgorithmConfig:
     """ppo: λ of the generalised advantage estimate."""
     value_coef: float = at_least(0, 0.5)
     """ppo: weight of the value loss."""
+    importance: Importance | None = None
+    """Weights by the ratio of the trainer's and the rollout's probabilities, without gradient: `off`, `token`,
+    `sequence` or `mask`. Default: token with trainer.max_staleness, with importance_cap, and unless target.dtype and
+    trainer.dtype are both float32, where the two differ by rounding only; else off."""
     importance_cap: float | None = positive(None)
-    """Weight every token by min(trainer's probability / rollout's, cap). Null: 2 with trainer.max_staleness, else no
-    weights; the two differ by rounding only if both run in the same precision."""
+    """Cap of these weights. Default: 2 for token, 3 for sequence and mask."""
 
 
 @dataclass

@@ -5,26 +5,24 @@ the policy and 0.0 for those of an environment and padding. Losses are returned 
 gives the weight of each token, so that micro-batches and ranks add up to the whole batch exactly.
 
 Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; GRPO, DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476;
-Dr. GRPO, arXiv 2503.20783.
+Dr. GRPO, arXiv 2503.20783; GSPO, arXiv 2507.18071; CISPO, MiniMax-M1, arXiv 2506.13585; RLOO, arXiv 2402.14740;
+REINFORCE++, arXiv 2501.03262; dual clip, arXiv 1912.09729.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from specactor_ray.config.schema import Config
-from specactor_ray.config.training_schema import AlgorithmConfig, AlgorithmName, LossAggregation
+from specactor_ray.config.methods import import_named, is_named
+from specactor_ray.config.training_schema import AlgorithmConfig, Importance, LossAggregation
 
-DAPO_CLIP_HIGH = 0.28
-"""Upper clip range ε_high (DAPO section 4.1)."""
 VALUE_CLIP = 0.2
 """Largest change of a value from its old one that counts, as the ratio's ε (PPO)."""
-STALE_IMPORTANCE_CAP = 2.0
-"""Cap of importance weights of tokens from possibly older weights; the truncation of Yao et al. 2025."""
+LOG_RATIO = 20.0
+"""Largest absolute log-ratio that counts: float32 holds the exponential, and its square."""
 _EPS = 1e-6
 SAME_REWARD = 1e-6
 """Rewards of a group that differ by no more than this are equal."""
@@ -34,43 +32,88 @@ _ROUNDING = 1e-15
 # ---- advantages ----
 
 
-def group_advantages(
+@dataclass(frozen=True, slots=True)
+class RewardedGroup:
+    """The outputs of one prompt; `G` is 1 or more."""
+
+    rewards: torch.Tensor
+    """`(G,)` float64, with the overlong punishment."""
+    lengths: torch.Tensor
+    """`(G,)` int64: tokens of the policy."""
+    informative: bool
+    """Whether the rewards differ, before and after the punishment. Outputs of equal reward would have the punishment
+    alone as their advantage, divided by its own small deviation: the length would be trained at full size. DAPO leaves
+    such groups out, too, as its eq. 11 is about correctness."""
+
+
+Advantages = Callable[[Sequence[RewardedGroup], AlgorithmConfig], Sequence[torch.Tensor]]
+"""From all groups of a step to the advantages of each: `(G,)` of whole outputs, or `(G, T)` of their tokens, where the
+output at row i has `lengths[i]` of them and the rest does not count."""
+
+
+def rewarded_group(
     recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> tuple[bool, torch.Tensor, torch.Tensor]:
-    """Whether the outputs of one prompt are informative, their rewards with the overlong punishment, and their
-    advantages; `(G,)` float64.
-
-    A group is informative if its rewards differ, before and after the punishment; else its advantages are 0. Outputs of
-    equal reward would have the punishment alone as their advantage, divided by its own small deviation: the length
-    would be trained at full size. DAPO leaves such groups out, too, as its eq. 11 is about correctness.
-    """
+) -> RewardedGroup:
     shaped = shaped_rewards(recipe, rewards, lengths, max_tokens)
-    informative = bool(_differ(torch.tensor(rewards, dtype=torch.float64)) & _differ(shaped))
-    return informative, shaped, output_advantages(recipe, shaped[None])[0] * informative
+    informative = _differ(torch.tensor(rewards, dtype=torch.float64)) and _differ(shaped)
+    return RewardedGroup(shaped, torch.tensor(lengths), informative)
 
 
-def _differ(rewards: torch.Tensor) -> torch.Tensor:
-    """Whether rewards `(..., G)` differ by more than `SAME_REWARD` and the rounding of float64; `(..., 1)` bool."""
-    low, high = rewards.aminmax(dim=-1, keepdim=True)
-    return high - low > torch.maximum(low.abs(), high.abs()).mul(_ROUNDING).clamp_min(SAME_REWARD)
+def _differ(rewards: torch.Tensor) -> bool:
+    """Whether rewards `(G,)` differ by more than `SAME_REWARD` and the rounding of float64."""
+    low, high = rewards.aminmax()
+    return bool(high - low > torch.maximum(low.abs(), high.abs()).mul(_ROUNDING).clamp_min(SAME_REWARD))
 
 
-def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """`(groups, G)` rewards → advantages of whole outputs; float64.
+def against_group(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
+    """`A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), without the division
+    if not `scale_by_std` (Dr. GRPO). Exactly 0 in groups that are not informative, not the rounding of their mean,
+    which a division by a tiny deviation would turn into advantages."""
+    scale = recipe.scale_by_std
+    centred = ((one.rewards - one.rewards.mean()) * one.informative for one in groups)
+    return [a / (one.rewards.std() + _EPS) if scale else a for a, one in zip(centred, groups, strict=True)]
 
-    GRPO and DAPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), without
-    the division if not `scale_by_std` (Dr. GRPO); RLOO: `A_i = r_i - mean of the other rewards of the group`
-    (arXiv 2402.14740, section 3.3); G is at least 2 for these.
-    Zeros for a group whose rewards are all equal, not the rounding of their mean, which a division by a tiny deviation
-    would turn into advantages; and for PPO, which estimates advantages per token.
-    """
-    rewards = rewards.double()
-    if uses_values(recipe):
-        return torch.zeros_like(rewards)
-    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * _differ(rewards)
-    if recipe.name is AlgorithmName.rloo:
-        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
-    return centred / (rewards.std(dim=1, keepdim=True) + _EPS) if recipe.scale_by_std else centred
+
+def against_others(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
+    """`A_i = r_i - mean of the other rewards of the group` (RLOO section 3.3); 0 as in `against_group`."""
+    return [
+        (one.rewards - one.rewards.mean()) * (len(one.rewards) / (len(one.rewards) - 1) * one.informative)
+        for one in groups
+    ]
+
+
+def against_batch(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
+    """Rewards with mean 0 and variance 1 over all tokens of the step, where each token has the reward of its output
+    (REINFORCE++ section 3.1, without discount). 0 if all rewards of the step are equal."""
+    rewards = torch.cat([one.rewards for one in groups])
+    lengths = torch.cat([one.lengths for one in groups]).double()
+    tokens, differ = lengths.sum(), _differ(rewards)
+    mean = (rewards * lengths).sum() / tokens
+    variance = ((rewards - mean).square() * lengths).sum() / (tokens - 1).clamp_min(1.0)
+    return [(one.rewards - mean) / (variance + 1e-8).sqrt() * differ for one in groups]
+
+
+def none_yet(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
+    """Zeros: the trainer estimates advantages by its value head."""
+    return [torch.zeros_like(one.rewards) for one in groups]
+
+
+def step_advantages(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
+    """Advantages by `algorithm.advantages`, checked; `(G,)` or `(G, T)` float64 of each group. ValueError: a function
+    of the user returned something else."""
+    name = str(recipe.advantages)
+    function = import_named(name, "algorithm.advantages") if is_named(name) else ADVANTAGES[name]
+    found = [torch.as_tensor(one, dtype=torch.float64) for one in function(groups, recipe)]
+    if len(found) != len(groups):
+        raise ValueError(f"{name} returned advantages of {len(found)} groups, and there are {len(groups)}")
+    for advantages, group in zip(found, groups, strict=True):
+        size, longest, shape = len(group.lengths), int(group.lengths.max()), tuple(advantages.shape)
+        if shape != (size,) and not (len(shape) == 2 and shape[0] == size and shape[1] >= longest):
+            wanted = f"({size},), or ({size}, {longest}) of its tokens"
+            raise ValueError(f"{name} returned advantages of shape {shape} for a group that needs {wanted}")
+        if not bool(torch.isfinite(advantages).all()):
+            raise ValueError(f"{name} returned an advantage that is not finite")
+    return found
 
 
 def generalized_advantages(
@@ -110,20 +153,79 @@ def shaped_rewards(
 # ---- losses, per token ----
 
 
-def clipped_policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`, `(B, T)`; and 1.0 where the
-    clipped term was the smaller one. PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low.
-    `old_logprobs` are those at the start of the update."""
-    ratio = torch.exp(logprobs - old_logprobs)
-    free = ratio * advantages
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return -torch.minimum(free, bounded), (bounded < free).float()
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss depends on; tensors are `(B, T)` float32, 0 where the mask is 0. Gradients flow through `logprobs`,
+    and with `algorithm.entropy_coef` through `entropy`."""
+
+    logprobs: torch.Tensor
+    """Log-probabilities of the output tokens."""
+    old_logprobs: torch.Tensor
+    """Those at the start of the update."""
+    rollout_logprobs: torch.Tensor
+    """As computed by the verifier."""
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    """1 for tokens of the policy, 0 for those of an environment and padding."""
+    entropy: torch.Tensor
+    """In nats."""
+    clip_low: float
+    clip_high: float
+    clip_dual: float
+
+
+TokenLoss = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""Loss of each token, and metrics as tensors that are averaged over the tokens of the policy; all `(B, T)`."""
+Loss = Callable[[LossInputs], TokenLoss]
+
+
+def clip_loss(inputs: LossInputs) -> TokenLoss:
+    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`: PPO eq. 7 with ε_low = ε_high;
+    DAPO eq. 10 (clip-higher) with ε_high > ε_low. Where A < 0, at most `-c A` with c = `clip_dual` (dual clip eq. 5).
+    `clip_fraction`: tokens without a gradient."""
+    return _clipped(inputs, inputs.logprobs - inputs.old_logprobs)
+
+
+def sequence_clip_loss(inputs: LossInputs) -> TokenLoss:
+    """`clip_loss` with the ratio of the whole output, the geometric mean of those of its tokens; each token carries the
+    gradient of its own log-probability (GSPO eqs. 5 and 7, and 14 for advantages of tokens)."""
+    own = inputs.logprobs * inputs.mask
+    mean = ((own - inputs.old_logprobs) * inputs.mask).sum(1, True) / inputs.mask.sum(1, True).clamp_min(1.0)
+    return _clipped(inputs, own - own.detach() + mean.detach())
+
+
+def _clipped(inputs: LossInputs, log_ratio: torch.Tensor) -> TokenLoss:
+    advantages = inputs.advantages
+    ratio = log_ratio.clamp(-LOG_RATIO, LOG_RATIO).exp()
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high) * advantages
+    loss, most = torch.maximum(free, bounded), -inputs.clip_dual * advantages
+    dual = (advantages < 0) & (loss > most)
+    return torch.where(dual, most, loss), {"clip_fraction": ((bounded > free) | dual).float()}
+
+
+def cispo_loss(inputs: LossInputs) -> TokenLoss:
+    """`-sg(clip(ρ, 1 - ε_low, 1 + ε_high)) A log π` (MiniMax-M1 eqs. 4 and 5): the clip caps the weight of a token, and
+    takes no gradient away. `clip_fraction`: tokens with another weight than their ratio."""
+    ratio = (inputs.logprobs - inputs.old_logprobs).detach().clamp(-LOG_RATIO, LOG_RATIO).exp()
+    weight = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
+    return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (weight != ratio).float()}
+
+
+ADVANTAGES: Mapping[str, Advantages] = {
+    "group": against_group,
+    "leave_one_out": against_others,
+    "batch": against_batch,
+    "values": none_yet,
+}
+LOSSES: Mapping[str, Loss] = {"clip": clip_loss, "sequence_clip": sequence_clip_loss, "cispo": cispo_loss}
+
+
+def loss_function(recipe: AlgorithmConfig) -> Loss:
+    """The function that `algorithm.loss` names. Raises ConfigError."""
+    name = str(recipe.loss)
+    found: Loss = import_named(name, "algorithm.loss") if is_named(name) else LOSSES[name]
+    return found
 
 
 def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
@@ -133,29 +235,34 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square())
 
 
-def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate `(B, T)` of KL(policy ‖ reference) from tokens sampled by the policy: Schulman's k3,
-    `exp(d) - d - 1` with `d = log π_ref - log π`, unbiased and never negative (DeepSeekMath eq. 4). A figure to report:
-    its gradient is not that of the divergence, see `kl_loss`."""
-    d = ref_logprobs - logprobs
+def kl_estimate(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """Per-token estimate `(B, T)` of KL(policy ‖ other) from tokens sampled by the policy: Schulman's k3,
+    `exp(d) - d - 1` with `d = log π_other - log π`, unbiased and never negative (DeepSeekMath eq. 4). A figure to
+    report: its gradient is not that of the divergence, see `kl_loss`."""
+    d = (other_logprobs - logprobs).clamp(-LOG_RATIO, LOG_RATIO)
     return torch.exp(d) - d - 1.0
 
 
-def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly: `ρ ½ d²` with
-    `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient (DeepSeek-V3.2, arXiv 2512.02556). The tokens
-    were sampled by `π_old`. As losses, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy)."""
-    ratio = torch.exp(logprobs - old_logprobs).detach()
+def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
+    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly while no ratio
+    exceeds the cap: `min(ρ, cap) ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient
+    (DeepSeek-V3.2, arXiv 2512.02556). The tokens were sampled by `π_old`. As losses, k1 has the expected gradient zero,
+    and k3 that of KL(reference ‖ policy)."""
+    ratio = (logprobs - old_logprobs).detach().clamp_max(LOG_RATIO).exp().clamp_max(cap)
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
 
 
-def truncated_importance_weights(
-    train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float
+def importance_weights(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, level: Importance, cap: float
 ) -> torch.Tensor:
-    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`: corrects for an engine whose probabilities
-    differ from the trainer's (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"; truncation as in Ionides 2008)."""
-    return torch.exp(train_logprobs - rollout_logprobs).clamp_max(cap).detach()
+    """Weights by `π_train / π_rollout` at the start of the update, without gradient; `(B, T)`. They correct for an
+    engine whose probabilities differ from the trainer's (Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"). `Importance` has the levels; truncation as in Ionides 2008."""
+    gap = (logprobs.detach() - rollout_logprobs) * mask
+    if level is not Importance.token:
+        gap = gap.sum(dim=1, keepdim=True).expand_as(mask)
+    ratio = gap.clamp(-LOG_RATIO, LOG_RATIO).exp()
+    return ratio * (ratio <= cap) if level is Importance.mask else ratio.clamp_max(cap)
 
 
 # ---- reduction ----
@@ -170,24 +277,3 @@ def token_weights(recipe: AlgorithmConfig, mask: torch.Tensor, max_tokens: int) 
     if recipe.loss_aggregation is LossAggregation.constant:
         return mask / float(mask.shape[0] * max_tokens)
     return mask / mask.sum().clamp_min(1.0)
-
-
-# ---- one algorithm with all its values ----
-
-
-def make_recipe(config: Config) -> AlgorithmConfig:
-    """The `algorithm` section, with the values that it leaves to the algorithm."""
-    section = config.algorithm
-    dapo = section.name is AlgorithmName.dapo
-    by_name: dict[str, Any] = {
-        "loss_aggregation": LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token,
-        "overlong_buffer": config.sampling.max_tokens // 8 if dapo else 0,
-        "clip_high": DAPO_CLIP_HIGH if dapo else section.clip_low,
-        "dynamic_sampling": dapo,
-        "importance_cap": STALE_IMPORTANCE_CAP if config.trainer.max_staleness else None,
-    }
-    return replace(section, **{name: value for name, value in by_name.items() if getattr(section, name) is None})
-
-
-def uses_values(recipe: AlgorithmConfig) -> bool:
-    return recipe.name is AlgorithmName.ppo

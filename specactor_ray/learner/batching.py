@@ -21,8 +21,8 @@ class Sample:
     """`(T,)` float32, as computed by the verifier; 0 where the loss mask is 0."""
     reward: float
     """Reward of the whole output, assigned to its last token of the policy."""
-    advantage: float
-    """Advantage of every token; ppo computes its own from `reward`."""
+    advantage: float | np.ndarray
+    """Advantage of every token, or one for each token of the policy; ppo computes its own from `reward`."""
     loss_mask: np.ndarray
     """`(T,)` bool: the policy's own tokens, at least one; those of an environment are not trained on."""
 
@@ -102,5 +102,5 @@ def collate(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
         mask[row, own] = 1.0
         logprobs[row, own] = torch.tensor(sample.rollout_logprobs)[own]
         rewards[row, own[-1]] = sample.reward
-        advantages[row, own] = sample.advantage
+        advantages[row, own] = torch.as_tensor(sample.advantage, dtype=torch.float32)
     return MicroBatch(input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages)

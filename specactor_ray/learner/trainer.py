@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from specactor_ray.config.recipes import make_recipe, uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, TrainerBackend
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
 from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specactor_ray.config.recipes import uses_values
 from specactor_ray.config.schema import Config
-from specactor_ray.config.training_schema import AlgorithmConfig, TrainerConfig
+from specactor_ray.config.training_schema import AlgorithmConfig, Importance, TrainerConfig
 from specactor_ray.learner.algorithms import (
-    clipped_policy_loss,
+    LossInputs,
     generalized_advantages,
+    importance_weights,
     kl_estimate,
     kl_loss,
+    loss_function,
     token_weights,
-    truncated_importance_weights,
-    uses_values,
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
@@ -48,10 +49,11 @@ class PolicyUpdater:
         config: Config,
         reference: Forward | None = None,
     ) -> None:
-        assert recipe.clip_high is not None  # filled by `make_recipe`
+        assert recipe.clip_low is not None and recipe.clip_high is not None  # filled by `make_recipe`
         self._engine, self._recipe, self._config = engine, recipe, config.trainer
         self._max_tokens = config.sampling.max_tokens
-        self._reference, self._clip_high = reference, recipe.clip_high
+        self._reference, self._policy_loss = reference, loss_function(recipe)
+        self._clips = (recipe.clip_low, recipe.clip_high, recipe.clip_dual)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step (from 0); every rank gets all of them, in the same order. `seed` orders them
@@ -74,9 +76,7 @@ class PolicyUpdater:
     @property
     def _needs_old_scores(self) -> bool:
         """Whether scores from before the update are needed; with a single optimizer step they are the current ones."""
-        recipe = self._recipe
-        several = self._config.epochs * self._config.mini_batches > 1
-        return several or uses_values(recipe) or recipe.importance_cap is not None
+        return self._config.epochs * self._config.mini_batches > 1 or uses_values(self._recipe)
 
     def _cut(self, samples: Sequence[Sample], seed: int) -> list[list[int]]:
         order = np.arange(len(samples))
@@ -156,20 +156,24 @@ class PolicyUpdater:
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
         advantages = batch.advantages if item.advantages is None else item.advantages
-        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, self._clip_high)
-        if recipe.importance_cap is not None:
-            correction = truncated_importance_weights(old, batch.rollout_logprobs, recipe.importance_cap)
-            policy = policy * correction
-            sums.add("importance_weight", correction, batch.mask)
-        per_token = policy
-        sums.add_loss("policy_loss", policy, weights)
-        sums.add("clip_fraction", clipped, batch.mask)
-        sums.add("entropy", scores.entropy, batch.mask)
+        rollout, mask = batch.rollout_logprobs, batch.mask
+        inputs = LossInputs(scores.logprobs, old, rollout, advantages, mask, scores.entropy, *self._clips)
+        per_token, metrics = self._policy_loss(inputs)
+        for name, values in metrics.items():
+            sums.add(name, values, mask)
+        if recipe.importance is not Importance.off:
+            assert recipe.importance is not None and recipe.importance_cap is not None
+            correction = importance_weights(old, rollout, mask, recipe.importance, recipe.importance_cap)
+            per_token = per_token * correction
+            sums.add("importance_weight", correction, mask)
+            sums.add("importance_ess", correction.square(), mask)
+        sums.add_loss("policy_loss", per_token, weights)
+        sums.add("entropy", scores.entropy, mask)
         if recipe.entropy_coef:
             per_token = per_token - recipe.entropy_coef * scores.entropy
         if item.reference is not None:
-            per_token = per_token + recipe.kl_coef * kl_loss(scores.logprobs, old, item.reference)
-            sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
+            per_token = per_token + recipe.kl_coef * kl_loss(scores.logprobs, old, item.reference, recipe.clip_dual)
+            sums.add("kl", kl_estimate(scores.logprobs, item.reference), mask)
         if uses_values(recipe):
             assert item.old is not None and item.returns is not None
             value = value_loss(scores.values, item.old.values, item.returns)
@@ -201,14 +205,15 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 class _Sums:
     """Adds up metrics over micro-batches; `reduced` adds those of the ranks.
 
-    Means per token: entropy, clip_fraction, kl, importance_weight, logprob_gap (|rollout - trainer|). Means per
-    optimizer step: loss, policy_loss, value_loss, grad_norm. Also logprob_gap_max, and the numbers of optimizer steps
-    left out: skipped, as the loss or the gradient was not finite, and no_gradient, as it was 0.
+    Means per token: entropy, kl, importance_weight, those of the loss (clip_fraction), logprob_gap (|rollout -
+    trainer|), logprob_gap_kl (KL(rollout ‖ trainer)). Means per optimizer step: loss, policy_loss, value_loss,
+    grad_norm. Also importance_ess, logprob_gap_max, and the numbers of optimizer steps left out: skipped, as the loss
+    or the gradient was not finite, and no_gradient, as it was 0.
     """
 
     ALWAYS = (
-        *("loss", "policy_loss", "entropy", "clip_fraction"),
-        *("logprob_gap", "logprob_gap_max", "grad_norm", "no_gradient"),
+        *("loss", "policy_loss", "entropy", "clip_fraction", "grad_norm", "no_gradient"),
+        *("logprob_gap", "logprob_gap_kl", "logprob_gap_max"),
     )
 
     def __init__(self) -> None:
@@ -227,8 +232,10 @@ class _Sums:
         entry[0] += float((values.detach() * weights).sum())
 
     def add_gap(self, batch: MicroBatch, scores: TokenScores) -> None:
-        gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs() * batch.mask
+        logprobs = scores.logprobs.detach()
+        gap = (logprobs - batch.rollout_logprobs).abs() * batch.mask
         self.add("logprob_gap", gap, batch.mask)
+        self.add("logprob_gap_kl", kl_estimate(batch.rollout_logprobs, logprobs), batch.mask)
         self._gap_max = max(self._gap_max, float(gap.max()))
 
     def reduced(self, engine: TorchEngine) -> dict[str, float]:
@@ -237,6 +244,9 @@ class _Sums:
         flat = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
         totals = engine.over_ranks(flat).tolist()
         metrics = {name: total / (tokens or steps) for name, (total, tokens) in zip(names, totals, strict=True)}
+        if "importance_ess" in metrics:  # (Σ w)² / (n Σ w²)
+            squares = metrics["importance_ess"]
+            metrics["importance_ess"] = metrics["importance_weight"] ** 2 / squares if squares else 0.0
         metrics["logprob_gap_max"] = float(
             engine.over_ranks(torch.tensor([self._gap_max], dtype=torch.float64), maximum=True)
         )

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.recipes import smallest_group
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import group_advantages, uses_values
+from specactor_ray.learner.algorithms import RewardedGroup, rewarded_group, step_advantages
 from specactor_ray.learner.batching import Sample
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
@@ -30,6 +31,7 @@ from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
 """The samples of one prompt that have a reward."""
+Compared = tuple[Group, RewardedGroup]
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class ExperienceMaker:
         rewards, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, those of the last round are
         used: they have no advantages, but may have a divergence, an entropy and values to train."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
-        experience, kept, alike = Experience(), list[list[Sample]](), list[list[Sample]]()
+        experience, kept, alike = Experience(), list[Compared](), list[Compared]()
         skipped, self.stream.first_skip = self.stream.skipped, ""
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
@@ -104,12 +106,14 @@ class ExperienceMaker:
             experience.groups += len(groups)
             alike.clear()
             for group in groups:
-                informative, samples = self._compared(group)
-                (kept if informative or not dynamic else alike).append(samples)
-                experience.zero_variance_groups += not informative
+                most = self._config.sampling.max_tokens
+                rewards, lengths = [reward for _, reward in group], [one.num_own_tokens for one, _ in group]
+                rewarded = rewarded_group(self._recipe, rewards, lengths, most)
+                (kept if rewarded.informative or not dynamic else alike).append((group, rewarded))
+                experience.zero_variance_groups += not rewarded.informative
             if len(kept) >= wanted:
                 break
-        experience.samples = [sample for samples in kept or alike for sample in samples]
+        experience.samples = self._samples(kept or alike)
         experience.position = (self.stream.position, self.stream.skipped)
         experience.skipped_tasks, experience.first_skip = self.stream.skipped - skipped, self.stream.first_skip
         return experience
@@ -131,8 +135,7 @@ class ExperienceMaker:
             experience.scores.append(score)
             if score is not None:
                 groups[trajectory.prompt_index].append((trajectory, score.reward))
-        smallest = 1 if uses_values(self._recipe) else 2  # a group of one has no baseline
-        return [group for group in groups if len(group) >= smallest]
+        return [group for group in groups if len(group) >= smallest_group(self._recipe)]
 
     def _single_outputs(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
@@ -171,23 +174,23 @@ class ExperienceMaker:
                 score = Score(episode.reward, episode.rewards)
                 yield self._workers.trajectory(episode), (score, episode.failure)
 
-    def _compared(self, group: Group) -> tuple[bool, list[Sample]]:
-        """Whether the rewards of a group differ, and its samples."""
-        lengths = [trajectory.num_own_tokens for trajectory, _ in group]
-        rewards = [reward for _, reward in group]
-        informative, shaped, advantages = group_advantages(
-            self._recipe, rewards, lengths, self._config.sampling.max_tokens
-        )
-        return informative, [
+    def _samples(self, groups: Sequence[Compared]) -> list[Sample]:
+        """The samples of a step, with advantages over all its groups; without those of `algorithm.mask_truncated`."""
+        advantages = step_advantages([rewarded for _, rewarded in groups], self._recipe)
+        return [
             Sample(
                 prompt=np.asarray(trajectory.prompt_token_ids, dtype=np.int64),
                 output=np.asarray(trajectory.token_ids, dtype=np.int64),
                 rollout_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
                 reward=float(reward),
-                advantage=float(advantage),
+                advantage=advantage[:length].numpy() if advantage.dim() else float(advantage),
                 loss_mask=np.asarray(trajectory.loss_mask or [True] * len(trajectory.token_ids), dtype=np.bool_),
             )
-            for (trajectory, _), reward, advantage in zip(group, shaped, advantages, strict=True)
+            for (group, rewarded), of_group in zip(groups, advantages, strict=True)
+            for (trajectory, _), reward, length, advantage in zip(
+                group, rewarded.rewards, rewarded.lengths, of_group, strict=True
+            )
+            if not (self._recipe.mask_truncated and trajectory.finish_reason == "length")
         ]
 
 

@@ -48,7 +48,7 @@ class GapRule:
         elif gap > _WARNS * level or (gap > _WARNS * self._least and level == gap):
             logger.warning(
                 "step %d: log-probabilities of rollout and trainer differ by %.3g nats per token on average, in step 1 "
-                "by %.2g; algorithm.importance_cap corrects for it",
+                "by %.2g; algorithm.importance=token corrects for it",
                 step, gap, level,
             )  # fmt: skip
         self._far_before = is_far

@@ -120,7 +120,7 @@ class StepRecorder:
         record = {
             "step": step,
             "train": self._train_figures(step, experience, learnt),
-            "gap": {"mean": learnt["logprob_gap"], "max": learnt["logprob_gap_max"]},
+            "gap": {"mean": learnt["logprob_gap"], "max": learnt["logprob_gap_max"], "kl": learnt["logprob_gap_kl"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "timeline": {name: [round(at - began, 4) for at in span] for name, span in spans.items()},

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.config.methods import online_drafter
+from specactor_ray.config.methods import is_named, online_drafter
+from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
 from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend, TrainerConfig
@@ -102,7 +103,6 @@ def _train(
     """Start all parts and run the steps."""
     config = resolved.config
     with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
-        from specactor_ray.learner.algorithms import make_recipe
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.conversations import Conversations
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
@@ -144,7 +144,7 @@ def dtype_note(ours: str, trainers: str) -> list[str]:
     if ours == trainers:
         return []
     what = f"target.dtype is {ours}, and trainer.dtype {trainers}: log-probabilities of rollout and update differ (gap)"
-    return [f"{what}; target.dtype={trainers} makes them equal, algorithm.importance_cap corrects for it"]
+    return [f"{what}; target.dtype={trainers} makes them equal, algorithm.importance corrects for it"]
 
 
 def prepared(config: Config) -> Config:
@@ -163,6 +163,11 @@ def prepared(config: Config) -> Config:
     if not config.reward.functions:
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
     Scorer(config.reward)
+    recipe = make_recipe(config)
+    if is_named(str(recipe.advantages)) or is_named(str(recipe.loss)):
+        from specactor_ray.learner.trial import try_functions  # torch takes seconds
+
+        try_functions(recipe)
     if config.environment.name is not None:
         make_environment(config.environment)
     if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory

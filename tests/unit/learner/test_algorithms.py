@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.training_schema import AlgorithmConfig
 from specactor_ray.learner.algorithms import (
     SAME_REWARD,
-    clipped_policy_loss,
+    LossInputs,
+    clip_loss,
     generalized_advantages,
     kl_estimate,
     kl_loss,
-    make_recipe,
-    output_advantages,
+    rewarded_group,
+    step_advantages,
     value_loss,
 )
 
@@ -29,10 +31,11 @@ def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
 
 def test_nearly_equal_rewards_give_no_advantage() -> None:
     """The mean of equal rewards is off by rounding, which the division by their deviation would make much of."""
-    for name, reward, size in itertools.product(("grpo", "rloo"), (10.1, -3.3, 1e6 / 3), (2, 31)):
-        rewards = torch.full((1, size), reward, dtype=torch.float64)
-        rewards[0, 0] += SAME_REWARD / 2
-        close(output_advantages(recipe_of(name), rewards), [[0.0] * size], atol=0)
+    names = ("grpo", "rloo", "reinforce_pp")
+    for name, reward, size in itertools.product(names, (10.1, -3.3, 1e6 / 3), (2, 31)):
+        recipe, rewards = recipe_of(name), [reward + SAME_REWARD / 2, *[reward] * (size - 1)]
+        (found,) = step_advantages([rewarded_group(recipe, rewards, [3] * size, 32)], recipe)
+        close(found, [0.0] * size, atol=0)
 
 
 def test_generalized_advantages() -> None:
@@ -48,8 +51,12 @@ def test_generalized_advantages() -> None:
 
 
 def recipe_of(algorithm: str, **more: Any) -> AlgorithmConfig:
-    settings = {"mode": "plain", "algorithm": {"name": algorithm, **more}, "sampling": {"max_tokens": 32}}
-    return make_recipe(from_mapping(settings))
+    settings = {
+        "algorithm": {"name": algorithm, **more},
+        "sampling": {"max_tokens": 32},
+        "target": {"dtype": "float32"},
+    }
+    return make_recipe(from_mapping({"mode": "plain", **settings}))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +67,20 @@ def recipe_of(algorithm: str, **more: Any) -> AlgorithmConfig:
         (1.5, -1.0, 1.5, 0.0),  # a bad one that grew pays in full
         (0.5, -1.0, 0.8, 1.0),  # a bad token need not shrink below 1 - ε_low
         (0.5, 1.0, -0.5, 0.0),
+        (2.5, -1.0, 2.0, 1.0),  # at most the dual clip
+        (math.exp(700), -1.0, 2.0, 1.0),
+        (math.exp(700), 1.0, -1.3, 1.0),
     ],
 )
-def test_clipped_policy_loss(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+def test_clip_loss(ratio: float, advantage: float, loss: float, clipped: float) -> None:
     old = torch.tensor([[-2.0]])
-    got, hit = clipped_policy_loss(old + math.log(ratio), old, torch.tensor([[advantage]]), 0.2, 0.3)
+    logprobs, one = (old + math.log(ratio)).requires_grad_(True), torch.ones(1, 1)
+    inputs = LossInputs(logprobs, old, old, advantage * one, one, one, clip_low=0.2, clip_high=0.3, clip_dual=2.0)
+    got, metrics = clip_loss(inputs)
     close(got, [[loss]])
-    close(hit, [[clipped]])
+    close(metrics["clip_fraction"], [[clipped]])
+    (gradient,) = torch.autograd.grad(got.sum(), logprobs)
+    close(gradient, [[0.0 if clipped else -ratio * advantage]])
 
 
 def test_value_loss() -> None:
@@ -86,16 +100,34 @@ def test_kl(drift: float) -> None:
     divergence = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference)).sum(), divergence, atol=1e-9, rtol=0)
     (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    (expected,) = torch.autograd.grad((old.exp() * kl_loss(policy, old, reference)).sum(), logits)
+    (expected,) = torch.autograd.grad((old.exp() * kl_loss(policy, old, reference, cap=1e9)).sum(), logits)
     torch.testing.assert_close(expected, exact, atol=1e-12, rtol=1e-9)
 
 
 def test_what_a_recipe_leaves_to_the_algorithm() -> None:
-    defaults = {"dapo": (4, 0.28, True, "token"), "grpo": (0, 0.2, False, "sequence")}
+    defaults = {"dapo": (6, 0.28, True, "token", True), "grpo": (0, 0.2, False, "sequence", True)}
+    defaults |= {"dr_grpo": (0, 0.2, False, "constant", False), "gspo": (0, 4e-4, False, "sequence", True)}
     for name, expected in defaults.items():
         recipe = recipe_of(name)
         found = (recipe.overlong_buffer, recipe.clip_high, recipe.dynamic_sampling, recipe.loss_aggregation)
-        assert found == expected
-    for staleness, given, cap in ((0, {}, None), (1, {}, 2.0), (1, {"importance_cap": 5.0}, 5.0)):
-        config = from_mapping({"mode": "plain", "trainer": {"max_staleness": staleness}, "algorithm": given})
-        assert make_recipe(config).importance_cap == cap, "older weights are corrected for"
+        assert (*found, recipe.scale_by_std) == expected
+    assert recipe_of("gspo", clip_low=0.1, loss="clip").loss == "clip", "a preset is only a default"
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "cap"),
+    [
+        ({}, "off", None),
+        ({"trainer": {"max_staleness": 1}}, "token", 2.0),
+        ({"target": {"dtype": "bfloat16"}}, "token", 2.0),
+        ({"trainer": {"dtype": "bfloat16"}}, "token", 2.0),
+        ({"target": {"dtype": "bfloat16"}, "algorithm": {"importance": "off"}}, "off", None),
+        ({"algorithm": {"importance_cap": 5.0}}, "token", 5.0),
+        ({"algorithm": {"importance": "mask"}}, "mask", 3.0),
+    ],
+)
+def test_rollout_and_trainer_of_different_arithmetic_are_corrected_for(
+    given: dict[str, Any], level: str, cap: float | None
+) -> None:
+    recipe = make_recipe(from_mapping({"mode": "plain", "target": {"dtype": "float32"}, **given}))
+    assert (recipe.importance, recipe.importance_cap) == (level, cap)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.recipes import make_recipe, uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
@@ -44,7 +44,8 @@ class Keeping(TorchEngine):
 def settings(algorithm: dict[str, Any]) -> Config:
     trainer = {"learning_rate": RATE, "weight_decay": DECAY, "max_grad_norm": MAX_NORM, "micro_batch_tokens": 12}
     sampling = {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
-    return from_mapping({"mode": "plain", "algorithm": algorithm, "sampling": sampling, "trainer": trainer})
+    sections = {"algorithm": algorithm, "sampling": sampling, "trainer": trainer, "target": {"dtype": "float32"}}
+    return from_mapping({"mode": "plain", **sections})
 
 
 def policy_of(config: Config, drift: int) -> PolicyModel:

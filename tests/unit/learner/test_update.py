@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.recipes import make_recipe, uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
-from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share_out
 from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
@@ -28,6 +28,7 @@ torch.set_num_threads(1)
 def config(**algorithm: object) -> Config:
     settings = {
         "mode": "plain",
+        "target": {"dtype": "float32"},
         "algorithm": algorithm,
         "sampling": {"max_tokens": 16, "temperature": 0.8},
         "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 4096},

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker

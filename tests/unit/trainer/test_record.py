@@ -109,7 +109,7 @@ def test_what_a_run_came_to() -> None:
     assert set(results_of([]).values()) == {None}
 
 
-UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "logprob_gap", "logprob_gap_max"), 0.0)
+UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "logprob_gap", "logprob_gap_max", "logprob_gap_kl"), 0.0)
 SAMPLE: Any = object()
 UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 
@@ -183,7 +183,7 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         at = seconds - 7.0
         outputs = {"rollout": [at, at + 4], "outputs": [at + 1, at + 2]}
         assert found["timeline"] == {**began, **outputs, "update": [at + 4, at + 6], "sync": [at + 6, at + 7]}
-        assert found["seconds"] == phases and found["gap"] == {"mean": 0.0, "max": 0.0}
+        assert found["seconds"] == phases and found["gap"] == {"mean": 0.0, "max": 0.0, "kl": 0.0}
     assert totals["seconds"] == {
         "rollout": 8.0,
         "update": 4.0,
@@ -207,7 +207,7 @@ def test_a_step_without_a_reward_and_one_with_skipped_tasks(tmp_path: Path, capl
     found, skipped = recorded.records
     assert [found["train"][name] for name in ("reward_mean", "reward_std", "pass_rate")] == [None] * 3
     assert ": reward -, length 4.0, rollout 0" in recorded.lines[0]
-    assert found["gap"] == {"mean": None, "max": None} and found["train"]["entropy"] is None
+    assert found["gap"] == {"mean": None, "max": None, "kl": None} and found["train"]["entropy"] is None
     assert "step 1: 6 samples have no reward: 4 x TimeoutError, such as: 5 s, 2 x ValueError: no box" in caplog.text
     assert "step 1: optimizer steps left out: 2 (the gradient is 0)" in caplog.text
     assert totals["failures"] == {"reward": dict(reasons), "rollout": {}}

@@ -51,6 +51,11 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
     [
         ("data.n=1", "data.n", "grpo"),
         ("sampling.temperature=0", "sampling.temperature", ""),
+        ("sampling.top_p=0.9", "sampling.top_p", "use 1,"),
+        ("sampling.top_k=20", "sampling.top_k", "use 0,"),
+        ("algorithm.name=ppo; algorithm.advantages=batch", "algorithm.advantages", "value head"),
+        ("algorithm.importance=off; algorithm.importance_cap=2", "algorithm.importance_cap", "importance=token"),
+        ("algorithm.clip_dual=1", "algorithm.clip_dual", "above 1"),
         ("trainer.ranks=2", "trainer.ranks", "trainer.backend=deepspeed"),
         ("trainer.warmup_steps=1000", "trainer.warmup_steps", ""),
         ("trainer.max_staleness=1; trainer.offload=true", "trainer.offload", ""),
