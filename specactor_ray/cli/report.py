@@ -65,8 +65,14 @@ def training_table(summary: Mapping[str, Any]) -> Table:
         return "-" if found[name] is None else form.format(found[name])
 
     reward = ", ".join(f"{number(f'{which}_reward', '{:.3f}')} {which}" for which in ("first", "last", "best"))
+    evaluations = ", ".join(
+        f"{found[key]['mean']:.3f} {which} (step {found[key]['step']})"
+        for which in ("first", "last", "best")
+        if found[key := f"{which}_evaluation"] and found[key]["mean"] is not None
+    )
     figures = (
         ("reward", f"{reward} (step {number('best_step', '{}')}); means of the training samples of a step"),
+        *([("evaluation", f"{evaluations}; mean rewards of held-out prompts")] if evaluations else ()),
         ("tokens/s", number("tokens_per_s", "{:.1f}")),
         ("acceptance length", number("acceptance_length", "{:.2f} tokens per request and step")),
         ("rollout", number("rollout_share", "{:.0%} of the time of a step")),

@@ -25,7 +25,7 @@ from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
 """Key, problem and fix."""
-_TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
+_TRAINING_SECTIONS = ("algorithm", "reward", "environment", "evaluation", "trainer", "checkpoint", "tracking")
 """Sections that a rollout does not use."""
 _SMALLEST_SHARE = 0.01
 """Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
@@ -270,6 +270,13 @@ def _of_training(config: Config) -> Iterator[Problem]:
     if config.sampling.temperature == 0.0:
         problem = "0 gives the same output for every sample of a prompt, and no gradient."
         yield "sampling.temperature", problem, "use a temperature above 0, such as 1."
+    evaluation = config.evaluation
+    if evaluation.path is not None and evaluation.share:
+        problem = "is set, and evaluation.share, too: an evaluation has one set of prompts."
+        yield "evaluation.path", problem, "leave one of them out."
+    if evaluation.temperature == 0.0 and evaluation.n > 1:
+        problem = f"{evaluation.n} samples per prompt, which are equal at evaluation.temperature=0."
+        yield "evaluation.n", problem, "use 1, or a temperature above 0."
     if config.environment.name is not None and not config.data.chat:
         problem = "an environment answers with chat messages, and data.chat is false."
         yield "environment.name", problem, "use data.chat=true, or no environment."

@@ -16,6 +16,7 @@ from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
     EnvironmentConfig,
+    EvaluationConfig,
     OnlineConfig,
     RewardConfig,
     TrackingConfig,
@@ -358,6 +359,8 @@ class Config:
     """Training: scoring of outputs."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Training: environment that answers the model between its turns."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Training: evaluation on held-out prompts."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Training: the policy update."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -184,6 +184,38 @@ class EnvironmentConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """Evaluation during training, on prompts that are not trained on: before the first step, every `every` steps and
+    after the last. Without `path` and `share` there is none."""
+
+    path: str | None = not_empty()
+    """Held-out tasks, in any form that data.path takes, with the same keys of prompts and answers."""
+    share: float = limited(lambda value: 0.0 <= value < 1.0, "use 0 or more, below 1.", default=0.0)
+    """Share of the prompts of data.path that are held out: they are evaluated, and never trained on. A function of
+    evaluation.seed and the prompt."""
+    every: int = at_least(1, default=10)
+    """Steps between evaluations."""
+    n: int = at_least(1, default=1)
+    """Samples per prompt."""
+    limit: int | None = at_least(1, default=200)
+    """Use only the first held-out tasks, up to this number; null: all."""
+    temperature: float | None = at_least(0, default=None)
+    """Temperature of sampling. Default: sampling.temperature."""
+    seed: int = at_least(0, default=1_000_000)
+    """Seed of the samples, the same at every evaluation, of generated tasks, and of the choice of `share`. Far from
+    sampling.seed: neighbouring seeds generate the same tasks."""
+    split: str = "test"
+    """Split of `hf:` datasets."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """As data.options, for `path`."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.path is not None or self.share > 0.0
+
+
+@dataclass
 class TrainerConfig:
     """The policy update."""
 
@@ -280,7 +312,8 @@ class CheckpointConfig:
     keep_last: int = at_least(1, default=2)
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best reward, as a mean over its last steps."""
+    """Also keep the best checkpoint: that of the evaluation with the highest mean reward, which is saved at once;
+    without `evaluation` that of the best training reward, as a mean over its last steps."""
 
 
 @dataclass
@@ -291,3 +324,6 @@ class TrackingConfig:
     """Write TensorBoard events to `tensorboard/` in the run's folder (if the package is installed)."""
     wandb_project: str | None = None
     """Weights & Biases project; needs `pip install wandb`."""
+    completions: int | None = at_least(0, default=32)
+    """Most outputs of a step that are written to `completions.jsonl`, whole groups first, beside all outputs of
+    evaluations; 0: no such file, null: all."""

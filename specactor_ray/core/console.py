@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -58,6 +59,14 @@ def figures_table(title: str, figures: Iterable[tuple[str, str]], **options: Any
     """A row for the name and the value of each figure."""
     rows = ({"name": name, "value": value} for name, value in figures)
     return make_table(rows, title, text=("name",), show_header=False, **options)
+
+
+def as_text(table: Table, width: int) -> str:
+    """A table as plain lines of at most `width` columns, for `say`."""
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
 
 
 def show_error(message: str) -> None:

@@ -39,6 +39,10 @@ class TrainState:
     """Number of latest consecutive steps without training effect: not finite, or no sample to use."""
     reward: float | None = None
     """Mean reward over the last steps; see `mean_reward`."""
+    evaluated: int = -1
+    """Step of the run's last evaluation; -1 before the first."""
+    evaluation: float | None = None
+    """Mean reward of the evaluation of these weights, if there was one."""
     model: dict[str, Any] = field(default_factory=dict)
     """Identity of the target model; see `model_facts`."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -84,6 +88,17 @@ class CheckpointStore:
         found = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
         return sorted(found, key=_step)
 
+    def sound(self) -> list[Path]:
+        """Existing checkpoints without damage, oldest first, judged by names and sizes: checksums take as long as a
+        save."""
+        return [path for path in self.all() if find_damage(path, sums=False) is None]
+
+    def is_best(self, evaluation: float | None) -> bool:
+        """Whether the best checkpoint is kept, and none has an evaluation as good as this one."""
+        best = best_of(self.sound())
+        before = None if best is None else read_state(best).evaluation
+        return self._keep_best and evaluation is not None and (before is None or evaluation > before)
+
     def newest_sound(self) -> tuple[Path, TrainState] | None:
         """The newest checkpoint with complete and unchanged files; corrupt ones are logged by name."""
         for path in reversed(self.all()):
@@ -103,11 +118,10 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, newest: Path) -> None:
-        """Remove surplus checkpoints; damaged ones do not count as kept. Judged by names and sizes, since checksums
-        take as long as a save."""
+        """Remove surplus checkpoints; damaged ones do not count as kept."""
         try:
             older = [path for path in self.all() if path != newest]
-            sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
+            sound = [path for path in self.sound() if path != newest] + [newest]
             keep = set(sound[-self._keep_last :])
             if self._keep_best:
                 keep |= {best for best in (best_of(sound),) if best is not None}
@@ -120,9 +134,12 @@ class CheckpointStore:
 
 
 def best_of(checkpoints: Iterable[Path]) -> Path | None:
-    """The one with the best reward; None if none has one. Raises InputError for one that is not sound."""
-    rewards = {path: reward for path in checkpoints if (reward := read_state(path).reward) is not None}
-    return max(rewards, key=rewards.__getitem__, default=None)
+    """The one with the best evaluation, the oldest of several; if none was evaluated, that with the best training
+    reward; None if none has one. Raises InputError for one that is not sound."""
+    states = {path: read_state(path) for path in checkpoints}
+    evaluations = {path: state.evaluation for path, state in states.items() if state.evaluation is not None}
+    scores = evaluations or {path: state.reward for path, state in states.items() if state.reward is not None}
+    return max(scores, key=scores.__getitem__, default=None)
 
 
 def open_checkpoint(path: Path) -> tuple[Path, TrainState]:

@@ -47,11 +47,14 @@ _POSITION = (
     "data.limit",
     "data.shuffle",
     "trainer.prompts_per_step",
+    "evaluation.share",
 )
 """Keys for which another value makes the saved position one in other tasks or in another order."""
-_HASHED = ("data.options", "data.mixture", "environment.options")
+_HASHED = ("data.options", "data.mixture", "environment.options", "evaluation.options")
 """Keys that may hold a token, which must not be in a checkpoint: it has their checksums."""
-_SECTIONS = ("data", "sampling", "trainer", "algorithm", "reward", "environment")
+_EVALUATED = ("path", "split", "options", "limit", "n", "temperature", "seed")
+"""Keys of `evaluation` for which another value makes evaluations that cannot be compared with those before."""
+_SECTIONS = ("data", "sampling", "trainer", "algorithm", "reward", "environment", "evaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState
     state = now
     if config.resume not in ("auto", "never"):
         checkpoint, saved = open_checkpoint(Path(config.resume).expanduser())
-        state = _continued(checkpoint, saved, now)
+        state = replace(_continued(checkpoint, saved, now), evaluated=-1, evaluation=None)
     if config.checkpoint.dir and store.all():
         raise InputError(
             f"checkpoint.dir: {store.folder} holds checkpoints of another run, which a new one would take for its own. "
@@ -153,7 +156,7 @@ def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainSt
     store.remove_after(state.step)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     save_config(config, folder / f"config-from-step-{state.step:06d}.yaml")
-    drop_repeated(folder, state.step, state.step)
+    drop_repeated(folder, state.step, state.evaluated)
     return state, checkpoint
 
 
@@ -183,8 +186,9 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
         del settings["trainer.zero_stage"]
     if config.trainer.schedule is Schedule.constant:
         del settings["trainer.steps"]
-    if config.data.path is not None and ":" not in config.data.path:
-        settings["data.path"] = os.path.normpath(config.data.path)
+    for key, path in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
+        if path is not None and ":" not in path:
+            settings[key] = os.path.normpath(path)
     for key in _HASHED:
         settings[key] = zlib.crc32(json.dumps(settings[key], sort_keys=True, default=str).encode())
     if tasks is not None:
@@ -200,6 +204,9 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
     for key in (*_POSITION, _TASKS):
         if key in changed:
             _refuse(checkpoint, key, *changed[key], "its position in the data would mean other tasks")
+    for key in (f"evaluation.{name}" for name in _EVALUATED):
+        if key in changed and (before["evaluation.path"] or before["evaluation.share"]):
+            _refuse(checkpoint, key, *changed[key], "its evaluations would not be comparable")
     for key in ("trainer.backend", "trainer.ranks", "trainer.zero_stage"):
         if key in changed:
             _refuse(checkpoint, key, *changed[key], "the optimizer's state does not fit")

@@ -44,7 +44,7 @@ class Task:
     """Place of the row, for messages."""
 
 
-def open_source(config: DataConfig, seed: int) -> TableSource | GymSource | MixedSource:
+def open_source(config: DataConfig, seed: int) -> Source:
     """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`; or the mixture. Raises
     ConfigError if a package it needs is not installed or there is no such task, InputError if a file is missing, empty
     or malformed."""
@@ -224,7 +224,7 @@ class MixedSource:
     if the weights cannot be met exactly."""
 
     def __init__(self, config: DataConfig, seed: int) -> None:
-        self._sources = list[TableSource | GymSource | MixedSource]()
+        self.sources = list[Source]()
         if config.path is not None or not all(one.path for one in config.mixture):
             fix = "name the path of each source under data.mixture, and none under data.path."
             raise ConfigError("data.mixture", "tasks come either from it or from data.path.", fix)
@@ -240,9 +240,9 @@ class MixedSource:
         others = ("weight", "name")
         for one in config.mixture:
             own = {key: value for key, value in asdict(one).items() if value is not None and key not in others}
-            self._sources.append(open_source(replace(config, mixture=[], **own), seed))
+            self.sources.append(open_source(replace(config, mixture=[], **own), seed))
         self._names = [(one.name, one.path) for one in config.mixture]
-        self.sizes = [len(source) for source in self._sources]
+        self.sizes = [len(source) for source in self.sources]
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -251,13 +251,13 @@ class MixedSource:
         part, place = 0, index
         while place >= self.sizes[part]:
             part, place = part + 1, place - self.sizes[part]
-        task, (name, path) = self._sources[part][place], self._names[part]
+        task, (name, path) = self.sources[part][place], self._names[part]
         return replace(task, index=index, metadata={SOURCE: path, **task.metadata, **({SOURCE: name} if name else {})})
 
     @property
     def without_answer(self) -> str:
         """Place of the first task without a reference answer, or empty."""
-        return next((one.without_answer for one in self._sources if one.without_answer), "")
+        return next((one.without_answer for one in self.sources if one.without_answer), "")
 
 
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
@@ -284,57 +284,60 @@ def _load_table(path: str, config: DataConfig) -> Any:
         raise InputError(f"data.path: {path} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
+Source = TableSource | GymSource | MixedSource
+
+
 class TaskStream:
-    """Tasks in order, without those that do not fit the model. With `shuffle` every epoch has its own permutation, a
-    function of (seed, epoch). A mixture has epochs of each source; skipped tasks count for their source's weight.
-    `count_tokens` raises InputError for a prompt that cannot be encoded."""
+    """Tasks in order, without those that do not fit the model and those that are held out. With `shuffle` every epoch
+    has its own permutation, a function of (seed, epoch). A mixture has epochs of each source; skipped tasks count for
+    their source's weight. `count_tokens` raises InputError for a prompt that cannot be encoded."""
 
     def __init__(
         self,
-        source: TableSource | GymSource | MixedSource,
+        source: Source,
         seed: int,
         count_tokens: Callable[[Prompt], int],
         max_prompt_tokens: int,
         shuffle: bool = True,
+        is_held_out: Callable[[Task], bool] = lambda task: False,
     ) -> None:
-        self.size = len(source)
+        self.source, self.size = source, len(source)
         self.position = 0
         """Number of tasks taken so far; with `skipped` the only state to save."""
         self.skipped = 0
         """Number of tasks skipped because their prompt is too long or cannot be encoded."""
         self.first_skip = ""
         """Place and reason of the first task skipped since this was emptied."""
-        self._source, self._seed, self._shuffle = source, seed, shuffle
+        self.is_held_out, self._seed, self._shuffle = is_held_out, seed, shuffle
         self._count_tokens, self._max = count_tokens, max_prompt_tokens
         self._sizes, self._pattern = [self.size], np.zeros(1, dtype=np.int64)
         if isinstance(source, MixedSource):
             self._sizes, self._pattern = source.sizes, source.pattern
         self._orders: dict[int, tuple[int, Any]] = {}
         """Epoch of each source, and the order of its tasks."""
-        self._skipped_in_a_row = [0] * len(self._sizes)
+        self._passed_in_a_row = [0] * len(self._sizes)
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks. Raises InputError if every task of the source was skipped."""
         tasks: list[Task] = []
         while len(tasks) < count:
             part, index = self._next()
-            task = self._source[index]
-            if reason := self._why_not(task):
-                self._skip(part, f"{task.place or f'row {task.index}'}, {reason}")
+            task = self.source[index]
+            held_out = self.is_held_out(task)
+            if reason := f"{_place(task)}, is held out (evaluation.share)" if held_out else self.why_not(task):
+                self._pass_over(part, reason, held_out)
             else:
-                self._skipped_in_a_row[part] = 0
+                self._passed_in_a_row[part] = 0
                 tasks.append(task)
         return tasks
 
-    def _skip(self, part: int, reason: str) -> None:
-        self.skipped += 1
-        self._skipped_in_a_row[part] += 1
-        self.first_skip = self.first_skip or reason
-        if self._skipped_in_a_row[part] == 2 * self._sizes[part]:  # the orders of two epochs: one of them is whole
-            raise InputError(
-                f"data: none of the {self._sizes[part]} prompts can be used; one of them, {reason}. Fix: prompts that "
-                "the model's chat template can encode, and that fit target.max_model_len beside sampling.max_tokens"
-            )
+    def _pass_over(self, part: int, reason: str, held_out: bool) -> None:
+        if not held_out:
+            self.skipped += 1
+            self.first_skip = self.first_skip or reason
+        self._passed_in_a_row[part] += 1
+        if self._passed_in_a_row[part] == 2 * self._sizes[part]:  # the orders of two epochs: one of them is whole
+            raise unusable("data", self._sizes[part], reason)
 
     def _next(self) -> tuple[int, int]:
         """Number of the source of the next task, and its index in the whole."""
@@ -348,10 +351,22 @@ class TaskStream:
         self.position += 1
         return part, sum(self._sizes[:part]) + int(self._orders[part][1][offset])
 
-    def _why_not(self, task: Task) -> str:
-        """Why a task is skipped; empty if it is not."""
+    def why_not(self, task: Task) -> str:
+        """Why a task cannot be used, with its place; empty if it can."""
         try:
             tokens = self._count_tokens(task.prompt)
         except InputError as error:
-            return f"cannot be encoded: {error}"
-        return f"has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""
+            return f"{_place(task)}, cannot be encoded: {error}"
+        return f"{_place(task)}, has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""
+
+
+def _place(task: Task) -> str:
+    return task.place or f"row {task.index}"
+
+
+def unusable(key: str, size: int, reason: str) -> InputError:
+    """The error that none of these prompts can be used, with the place and the reason of one."""
+    return InputError(
+        f"{key}: none of the {size} prompts can be used; one of them, {reason}. Fix: prompts that the model's chat "
+        "template can encode, and that fit target.max_model_len beside sampling.max_tokens"
+    )

@@ -101,7 +101,9 @@ class ExperienceMaker:
         skipped, self.stream.first_skip = self.stream.skipped, ""
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
             seed = derive_seed(sampling.seed, step, number)
-            groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
+            tasks = self.stream.take(wanted - len(kept))
+            found = self._roll_out(rollout, replace(sampling, seed=seed), tasks, self._config.data.n, experience)
+            groups = [group for group in found if len(group) >= smallest_group(self._recipe)]
             experience.rounds = number + 1
             experience.groups += len(groups)
             alike.clear()
@@ -118,12 +120,21 @@ class ExperienceMaker:
         experience.skipped_tasks, experience.first_skip = self.stream.skipped - skipped, self.stream.first_skip
         return experience
 
-    def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
-        tasks = self.stream.take(count)
+    def evaluate(self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int) -> Experience:
+        """Roll out and score `n` samples of each of these tasks, beside the rollouts of a step if there are any: a
+        function of the weights, the tasks and the sampling. There are no samples for the update."""
+        experience = Experience()
+        self._roll_out(rollout, sampling, tasks, n, experience)
+        return experience
+
+    def _roll_out(
+        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int, experience: Experience
+    ) -> list[Group]:
+        """Add the trajectories of these tasks to the experience, each with its score. Returns a group per task."""
         outputs = self._episodes if isinstance(self._workers, Conversations) else self._single_outputs
         groups: list[Group] = [[] for _ in tasks]
         failed = None if (value := self._config.reward.failure_value) is None else Score(value)
-        for trajectory, (score, problem) in outputs(rollout, sampling, tasks, experience):
+        for trajectory, (score, problem) in outputs(rollout, sampling, tasks, n, experience):
             experience.scored += not problem
             if problem:
                 experience.failures["reward"][problem] += 1
@@ -135,16 +146,16 @@ class ExperienceMaker:
             experience.scores.append(score)
             if score is not None:
                 groups[trajectory.prompt_index].append((trajectory, score.reward))
-        return [group for group in groups if len(group) >= smallest_group(self._recipe)]
+        return groups
 
     def _single_outputs(
-        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int, experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
         out."""
         most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
-        scoring = Scoring(self._config.reward, self._workers, self._config.data.n)
-        for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+        scoring = Scoring(self._config.reward, self._workers, n)
+        for one in rollout.stream([task.prompt for task in tasks], sampling, n):
             experience.mark("outputs")
             sample = reward_sample(tasks[one.prompt_index], one.text, one.token_ids, one.finish_reason, most)
             is_scored = not one.error and bool(one.token_ids)
@@ -161,11 +172,11 @@ class ExperienceMaker:
         return outputs
 
     def _episodes(
-        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int, experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Conversations and their rewards; without those of failed turns."""
         assert isinstance(self._workers, Conversations)
-        for episode in self._workers.run(rollout, tasks, sampling, self._config.data.n):
+        for episode in self._workers.run(rollout, tasks, sampling, n):
             experience.environment_s += episode.environment_s
             if episode.error:
                 experience.failures["rollout"][episode.error] += 1

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean
+from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING, Any
+
+from specactor_ray.core.errors import clipped_text
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.runs.rollout import Scores
+from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
     from specactor_ray.trainer.experience import Experience
 
 COUNTS = ("skipped", "no_gradient")
 """Numbers of optimizer steps left out."""
-PHASES = ("rollout", "update", "drafter", "sync", "checkpoint")
+PHASES = ("rollout", "update", "drafter", "sync", "evaluation", "checkpoint")
+_SHOWN, _LONGEST = 3, 60
+"""Number of outputs in the tables of trackers and of the terminal, and most characters of a text in the latter."""
 
 
 def step_line(record: Mapping[str, Any], steps: int, width: int) -> str:
@@ -44,6 +52,98 @@ def _figures(train: Mapping[str, Any], speed: Mapping[str, Any], seconds: Mappin
             yield f"{accepted / drafted:.0%} of {method}'s drafts right"
 
 
+def evaluation_figures(experience: Experience, threshold: float) -> dict[str, Any]:
+    """Figures of an evaluation: the mean reward with its standard error over prompts, pass@k for a pass at `threshold`,
+    lengths in own tokens, the share of outputs that are cut off, and means by reward function."""
+    scores = Scores(threshold)
+    for trajectory, score in zip(experience.trajectories, experience.scores, strict=True):
+        if score is not None:
+            scores.rewards[trajectory.prompt_index].append(score.reward)
+    means = [fmean(group) for group in scores.rewards.values()]
+    return {
+        **{name: value for name, value in scores.figures().items() if name != "failures"},
+        "standard_error": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        "samples": len(experience.trajectories),
+        **output_figures(experience.trajectories),
+        **means_by_name(experience),
+        "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
+    }
+
+
+def evaluation_line(record: Mapping[str, Any], steps: int) -> str:
+    """The figures of an evaluation for a reader."""
+    error = record["standard_error"]
+    reward = "-" if record["mean"] is None else f"{record['mean']:.3f}" + (f" ±{error:.3f}" if error else "")
+    passed = "".join(f", {name} {value:.0%}" for name, value in record.items() if name.startswith("pass@"))
+    outputs = f"length {record['length_mean']:.1f}, {record['truncated']:.0%} cut off"
+    what = f"{record['samples']} samples in {record['seconds']:.1f} s"
+    return f"evaluation of step {record['step']}/{steps}: reward {reward}{passed}, {outputs}, {what}"
+
+
+def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """First, last and best evaluation of a run, the latter by its mean reward; None if there is none."""
+    scored = [one for one in records if one["mean"] is not None]
+    return {
+        "first_evaluation": records[0] if records else None,
+        "last_evaluation": records[-1] if records else None,
+        "best_evaluation": max(scored, key=lambda one: float(one["mean"]), default=None),
+    }
+
+
+def completion_rows(step: int, kind: str, experience: Experience, most: int | None) -> list[dict[str, Any]]:
+    """The first `most` outputs as rows of `completions.jsonl`, by prompt and sample."""
+    outputs = zip(experience.tasks, experience.trajectories, experience.scores, strict=True)
+    return [
+        {
+            "step": step,
+            "kind": kind,
+            "task": task.index,
+            "sample": trajectory.sample_index,
+            "prompt": task.prompt,
+            "text": trajectory.text,
+            "answer": task.answer,
+            "reward": None if score is None else score.reward,
+            "rewards": {} if score is None else dict(score.rewards),
+            "length": trajectory.num_own_tokens,
+            "finish_reason": trajectory.finish_reason,
+            "acceptance_length": output_figures([trajectory])["acceptance_length"],
+            "weight_version": trajectory.weight_version,
+        }
+        for task, trajectory, score in itertools.islice(outputs, most)
+    ]
+
+
+def shown_rows(rows: Sequence[Mapping[str, Any]], cut: bool = False) -> list[dict[str, str]]:
+    """A table of a few outputs, each of another prompt; with `cut` of one line each."""
+
+    def cell(value: Any) -> str:
+        text = str(value[-1].get("content") if value and isinstance(value, list) else "" if value is None else value)
+        return clipped_text(text, _LONGEST) if cut else text
+
+    chosen = list({row["task"]: row for row in reversed(rows)}.values())[::-1][:_SHOWN]
+    return [
+        {
+            "reward": "-" if row["reward"] is None else f"{row['reward']:.3f}",
+            "prompt": cell(row["prompt"]),
+            "output": cell(row["text"]),
+            "answer": cell(row["answer"]),
+        }
+        for row in chosen
+    ]
+
+
+def output_figures(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Mean length in own tokens, share of outputs that are cut off, number of tokens, and acceptance length."""
+    lengths = [one.num_own_tokens for one in trajectories]
+    stats = RequestStats.total(one.stats for one in trajectories)
+    return {
+        "length_mean": mean(lengths or [0.0]),
+        "truncated": mean([one.finish_reason == "length" for one in trajectories] or [0.0]),
+        "tokens": sum(lengths),
+        "acceptance_length": (sum(lengths) + stats.discarded) / max(stats.steps, 1),
+    }
+
+
 def means_by_name(experience: Experience) -> dict[str, float]:
     """Mean value of each reward function, over the outputs to which it applies; if tasks have a `data_source`, mean
     reward of each source."""
@@ -70,11 +170,11 @@ def staleness_of(experience: Experience, version: int) -> dict[str, float]:
 
 def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a record with the names of their sections, such as `("train/reward_mean", 0.5)`."""
-    for section in ("train", "gap", "speed", "seconds"):
-        for name, value in record[section].items():
+    for section, values in record.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
             if isinstance(value, int | float):
                 yield f"{section}/{name}", float(value)
-    for method, (drafted, accepted) in record["speed"].get("by_method", {}).items():
+    for method, (drafted, accepted) in record.get("speed", {}).get("by_method", {}).items():
         if drafted:
             yield f"speed/acceptance_rate/{method}", accepted / drafted
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.core.console import as_text, make_table
 from specactor_ray.core.errors import clipped_text, counted_by_kind
 from specactor_ray.core.files import write_json
 from specactor_ray.core.machine import hardware, versions
@@ -19,16 +20,22 @@ from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.trajectory import RolloutMetrics
-from specactor_ray.runs.checkpoint import best_of, find_damage
+from specactor_ray.runs.checkpoint import best_of
 from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.runs.records import RecordFile
+from specactor_ray.runs.records import COMPLETIONS_FILE, EVALUATION, EVALUATIONS_FILE, RecordFile
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.figures import (
     COUNTS,
     PHASES,
+    completion_rows,
+    evaluation_figures,
+    evaluation_line,
+    evaluations_of,
     means_by_name,
     numbers,
+    output_figures,
     results_of,
+    shown_rows,
     staleness_of,
     step_line,
     totals_of,
@@ -58,6 +65,11 @@ class StepRecorder:
         """`show` shows a line of at most `width` columns to the user."""
         self._config, self._run, self._show, self._width = config, run, show, width
         self._metrics = RecordFile(run.metrics_file)
+        self._evaluations, self._completions = (
+            RecordFile(run.folder / name) for name in (EVALUATIONS_FILE, COMPLETIONS_FILE)
+        )
+        self._outputs: list[dict[str, Any]] = []
+        """Rows of the last step in `completions.jsonl`."""
         self._parts = contextlib.ExitStack()
         self._trackers: list[Tracker] = []
         self._done = self._step = run.state.step
@@ -86,20 +98,20 @@ class StepRecorder:
     def show_progress(self, progress: PhaseProgress) -> None:
         """Show the present work, such as `step 2/30, rollout 12/32`; called by another thread."""
         present = self._present
-        if present.endswith("rollout") and (counts := self._rollout.progress)[1]:
+        if present.endswith(("rollout", "evaluation")) and (counts := self._rollout.progress)[1]:
             present += f" {counts[0]}/{counts[1]}"
         progress.update(self._done, present, self._config.trainer.steps)
 
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
         self._step = step + 1
-        if self._began is None:
-            self._began, self._counted = time.perf_counter(), self._counters()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Count the time inside for this phase of the step."""
         self._present = f"step {self._step}/{self._config.trainer.steps}, {phase}"
+        if self._began is None:
+            self._began, self._counted = time.perf_counter(), self._counters()
         begin = time.perf_counter()
         try:
             yield
@@ -127,15 +139,44 @@ class StepRecorder:
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._counted = self._counters()
+        self._outputs = completion_rows(step, "train", experience, self._config.tracking.completions)
+        self._completions.write(*self._outputs)
         self._metrics.write(record)
         self._done = step
         self._show(step_line(record, self._config.trainer.steps, self._width))
         self._warn(record, experience.first_skip)
         self._track(step, record)
 
+    def evaluated(self, step: int, experience: Experience) -> float | None:
+        """Record an evaluation of the weights after this step in all outputs; its time counts for the next step.
+        Returns its mean reward, if it has one."""
+        figures = evaluation_figures(experience, self._config.reward.pass_threshold)
+        figures["seconds"] = round(self._seconds["evaluation"], 4)
+        record, rows = {"step": step, **figures}, completion_rows(step, EVALUATION, experience, None)
+        if self._config.tracking.completions != 0:
+            self._completions.write(*rows)
+        self._evaluations.write(record)
+        self._show(evaluation_line(record, self._config.trainer.steps))
+        self._show_outputs(rows)
+        self._warn_of_failures("evaluation of step", record)
+        self._track(step, {EVALUATION: figures}, rows)
+        if not self._config.trainer.max_staleness:  # else outputs of later steps are among what was generated
+            self._counted = self._counters()
+        return figures["mean"]
+
+    def _show_outputs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            table = make_table(shown_rows(rows, cut=True), text=("prompt", "output", "answer"))
+            self._show(as_text(table, self._width))
+
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
-        self._metrics.write()
+        for file in (self._metrics, self._evaluations, self._completions):
+            file.write()
+        if not self._config.evaluation.is_on:
+            self._show_outputs(self._outputs)
+            self._track(self._done, {}, self._outputs)
+        evaluations = evaluations_of(self._evaluations.read())
         records, actors = self._metrics.read(), list[dict[str, Any]]()
         with contextlib.suppress(Exception):  # the controller does not answer
             actors = self._rollout.status()
@@ -148,7 +189,7 @@ class StepRecorder:
             "checkpoint_failures": checkpoint_failures,
             "metrics_pending": len(self._metrics.pending),
             "totals": totals_of(records, self._seconds),
-            "results": {**results_of(records), "best_checkpoint": self._best_checkpoint()},
+            "results": {**results_of(records), **evaluations, "best_checkpoint": self._best_checkpoint()},
             "fallbacks": self._rollout.fallbacks(),
             "identity": self._rollout.resolved.identity.to_dict(),
             "costs": measured_costs(self._config, actors),
@@ -169,22 +210,22 @@ class StepRecorder:
         return self._gap.problem
 
     def _best_checkpoint(self) -> str | None:
-        found = [path for path in self._run.store.all() if find_damage(path, sums=False) is None]
+        found = self._run.store.sound()
         best = best_of(found) or (found[-1] if found else None)
         return None if best is None else str(best)
 
-    def _track(self, step: int, record: Mapping[str, Any]) -> None:
+    def _track(self, step: int, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Send the numbers of a record, and a table of a few of these outputs."""
         for tracker in self._trackers:
             try:
-                tracker(step, dict(numbers(record)), ())
+                tracker(step, dict(numbers(record)), shown_rows(rows))
             except OSError as error:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float | None]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
-        lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
+        outputs = output_figures(experience.trajectories)
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
-        truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
         if experience.turns:
             update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
         if config.trainer.max_staleness:
@@ -194,8 +235,8 @@ class StepRecorder:
             "reward_mean": mean(rewards) if rewards else None,
             "reward_std": pstdev(rewards) if rewards else None,
             "pass_rate": mean(passed) if passed else None,
-            "length_mean": mean(lengths or [0.0]),
-            "truncated": mean(truncated or [0.0]),
+            "length_mean": outputs["length_mean"],
+            "truncated": outputs["truncated"],
             "samples": len(experience.samples),
             "sampled": len(experience.trajectories),
             "zero_variance_groups": experience.zero_variance_groups,
@@ -212,14 +253,14 @@ class StepRecorder:
         generated, discarded = now[1] - generated, now[2] - discarded
         is_ahead = self._config.trainer.max_staleness > 0
         during_s = seconds["step"] if is_ahead else seconds["rollout"] - experience.reward_wait_s
-        tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
+        outputs = output_figures(experience.trajectories)
         stats = RequestStats.total(trajectory.stats for trajectory in experience.trajectories)
         return {
-            "tokens": tokens,
+            "tokens": outputs["tokens"],
             "generated_tokens": generated,
             "discarded_tokens": discarded,
             "tokens_per_s": generated / max(during_s, 1e-9),
-            "acceptance_length": (tokens + stats.discarded) / max(stats.steps, 1),
+            "acceptance_length": outputs["acceptance_length"],
             "acceptance_rate": stats.accepted / max(stats.drafted, 1),
             "supply": now[0].since(before).supply,
             "by_method": {method: list(pair) for method, pair in stats.by_method.items()},
@@ -236,10 +277,7 @@ class StepRecorder:
 
     def _warn(self, record: Mapping[str, Any], first_skip: str) -> None:
         self._gap.judge(record, record["step"] == self._config.trainer.steps)
-        for part, text in (("reward", "samples have no reward"), ("rollout", "outputs are missing")):
-            if reasons := record["failures"][part]:
-                count, causes = sum(reasons.values()), counted_by_kind(reasons)
-                logger.warning("step %d: %d %s: %s", record["step"], count, text, causes)
+        self._warn_of_failures("step", record)
         train = record["train"]
         if skipped := train["skipped_tasks"]:
             logger.warning(
@@ -251,3 +289,9 @@ class StepRecorder:
         ):
             if train[name]:
                 logger.warning("step %d: optimizer steps left out: %d (%s)", record["step"], train[name], reason)
+
+    def _warn_of_failures(self, what: str, record: Mapping[str, Any]) -> None:
+        for part, text in (("reward", "samples have no reward"), ("rollout", "outputs are missing")):
+            if reasons := record["failures"][part]:
+                count, causes = sum(reasons.values()), counted_by_kind(reasons)
+                logger.warning("%s %d: %d %s: %s", what, record["step"], count, text, causes)

@@ -32,8 +32,9 @@ from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, check_turn_of_trainer, plan_rollout_memory
 from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
-from specactor_ray.trainer.data import TaskStream, open_source
+from specactor_ray.trainer.data import Task, TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
+from specactor_ray.trainer.evaluation import Evaluator, evaluation_tasks, hold_out
 from specactor_ray.trainer.record import StepRecorder
 from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_pool
 from specactor_ray.trainer.steps import Training, Watch
@@ -75,6 +76,7 @@ def train(
     resolved = resolve(config, machine, trains=True)
     config = resolved.config
     stream = checked_tasks(resolved)
+    held_out = evaluation_tasks(config, stream)
     for line in resolved.choices:
         say(console, line)
     with sigterm_interrupts():
@@ -84,8 +86,8 @@ def train(
             memory = plan_memory(config)
             check_memory(config, machine.free_bytes, memory, FIXES)
             check_turn_of_trainer(config, machine, memory)
-            announce(resolved, run, memory, console)
-            return _train(resolved, run, stream, console, watch, beside)
+            announce(resolved, run, memory, console, len(held_out))
+            return _train(resolved, run, stream, held_out, console, watch, beside)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
@@ -98,7 +100,13 @@ def train(
 
 
 def _train(
-    resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch, beside: Beside
+    resolved: Resolved,
+    run: TrainingRun,
+    stream: TaskStream,
+    held_out: list[Task],
+    console: Console,
+    watch: Watch,
+    beside: Beside,
 ) -> RunOutcome:
     """Start all parts and run the steps."""
     config = resolved.config
@@ -125,11 +133,12 @@ def _train(
         else:
             workers = parts.enter_context(Conversations(config, _tokenizer(config.target), resolved.context))
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
+        evaluator = Evaluator(config, held_out, maker) if held_out else None
         rollout, maker = parts.enter_context(beside(rollout, maker))
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
             parts.callback(ahead.close)
-        return Training(config, run, rollout, trainer, ahead or maker, record, show, watch).run()
+        return Training(config, run, rollout, trainer, ahead or maker, record, show, watch, evaluator).run()
 
 
 def _tokenizer(target: TargetConfig) -> Any:
@@ -170,9 +179,11 @@ def prepared(config: Config) -> Config:
         try_functions(recipe)
     if config.environment.name is not None:
         make_environment(config.environment)
-    if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
-        problem = f"reasoning_gym scores its own tasks only, and the tasks are from {', '.join(paths)}."
-        raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
+    if any(term.name == "reasoning_gym" for term in config.reward.functions):
+        held_out = [] if config.evaluation.path is None else [config.evaluation.path]
+        if others := [path for path in (*paths, *held_out) if not path.startswith("reasoning_gym:")]:
+            problem = f"reasoning_gym scores its own tasks only, and there are tasks from {', '.join(others)}."
+            raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
     return config
 
 
@@ -190,20 +201,26 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat, most=resolved.context, **text_options(data)))
 
-    stream = TaskStream(source, config.sampling.seed, count_tokens, resolved.max_prompt_tokens, data.shuffle)
+    most, is_held_out = resolved.max_prompt_tokens, hold_out(config.evaluation, source)
+    stream = TaskStream(source, config.sampling.seed, count_tokens, most, data.shuffle, is_held_out)
     check_rewards(config, stream.take(2), source.without_answer)
     stream.position = stream.skipped = 0
     return stream
 
 
-def announce(resolved: Resolved, run: TrainingRun, memory: Mapping[str, float], console: Console) -> None:
-    """Print the run, the checkpoint it continues from, and its memory need."""
+def announce(
+    resolved: Resolved, run: TrainingRun, memory: Mapping[str, float], console: Console, held_out: int
+) -> None:
+    """Print the run, the checkpoint it continues from, the number of prompts to evaluate on, and its memory need."""
     config = resolved.config
     for part, size in memory.items():
         say(console, f"memory: {part}: {gib(size)}")
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
+    if held_out:
+        each = f"{held_out} held-out prompts x {config.evaluation.n}"
+        say(console, f"evaluation: {each}, at the start, every {config.evaluation.every} steps and at the end")
     for note in (*dtype_note(config.target.dtype, config.trainer.dtype), *resolved.notes):
         say(console, note)
     if run.checkpoint is not None:

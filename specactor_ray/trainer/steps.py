@@ -21,6 +21,7 @@ from specactor_ray.trainer.turns import DeviceTurns
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.runs.training import TrainingRun
+    from specactor_ray.trainer.evaluation import Evaluator
     from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
     from specactor_ray.trainer.record import StepRecorder
     from specactor_ray.trainer.trainer_ranks import TrainerRanks
@@ -36,6 +37,9 @@ class Training:
 
     `watch` is called before the first step and after every step, when the verifiers have its weights; it may change
     `config.trainer.steps`. `say` shows a line to the user.
+
+    The weights of a step are evaluated, if that is due, when the verifiers have them and before its checkpoint, which
+    so has the evaluation. Only this thread changes weights, so rollouts ahead of the trainer may run meanwhile.
     """
 
     def __init__(
@@ -48,10 +52,11 @@ class Training:
         record: StepRecorder,
         say: Callable[[str], None],
         watch: Watch = lambda training: None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         self.config, self.rollout, self.state = config, rollout, run.state
         self._trainer, self._maker, self._record = trainer, maker, record
-        self._say, self._watch, self._store = say, watch, run.store
+        self._say, self._watch, self._store, self._evaluator = say, watch, run.store, evaluator
         self._turns = DeviceTurns(rollout, trainer) if config.trainer.offload else None
         self._teaches = online_drafter(config) is not None
         self._saved_step = run.state.step if run.is_saved else -1
@@ -67,13 +72,17 @@ class Training:
             if self.state.step:  # the weight version is the number of steps done
                 self.rollout.update_weights(self._trainer.export_weights(self.state.step))
             self._save()  # the first own checkpoint of a run that begins with another run's
+            self._evaluate()
             self._watch(self)
             while self.state.step < self.config.trainer.steps:
                 experience = self._step()
                 if self._record.problem:
                     raise WeightsError(self._record.problem)
                 _refuse_to_learn_nothing(self.state, self.config, experience)
+                self._evaluate()
+                self._save_if_due()
                 self._watch(self)
+            self._evaluate()  # `watch` may have ended the run
         except KeyboardInterrupt:
             saving = "" if self._saved_step == self.state.step else "; saving a checkpoint"
             self._say(f"interrupted after step {self.state.step}{saving}")
@@ -102,11 +111,28 @@ class Training:
                 num_bytes = self._hand_over(experience)
             finally:  # the step counts even if the verifiers did not get the weights
                 record.end(self.state.step, experience, update, num_bytes)
-            is_due = self.state.step % self.config.checkpoint.every == 0
-            if is_due or self.state.step == self.config.trainer.steps or self._save_problem:
+        return experience
+
+    def _evaluate(self) -> None:
+        """Evaluate the weights of this step if that is due. If they are the best, a checkpoint is saved at once; none
+        of step 0, whose weights are `target.model`."""
+        evaluator, record, step = self._evaluator, self._record, self.state.step
+        if evaluator is None or not evaluator.is_due(self.state):
+            return
+        with record.timed("evaluation"):
+            experience = evaluator.run(self.rollout)
+        with signals_deferred():
+            self.state = replace(self.state, evaluated=step, evaluation=record.evaluated(step, experience))
+            if step and self._store.is_best(self.state.evaluation):
+                self._saved_step = -1  # a checkpoint of this step lacks its evaluation
                 with record.timed("checkpoint"):
                     self._save()
-        return experience
+
+    def _save_if_due(self) -> None:
+        is_due = self.state.step % self.config.checkpoint.every == 0 or self.state.step == self.config.trainer.steps
+        if is_due or self._save_problem:
+            with signals_deferred(), self._record.timed("checkpoint"):
+                self._save()
 
     def _hand_over(self, experience: Experience) -> int:
         """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's
@@ -171,6 +197,7 @@ def _next(state: TrainState, update: Mapping[str, float], experience: Experience
     return replace(
         state,
         step=state.step + 1,
+        evaluation=None,
         position=experience.position[0],
         skipped_tasks=experience.position[1],
         bad_steps=state.bad_steps + 1 if bad else 0,

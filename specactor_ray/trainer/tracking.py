@@ -39,7 +39,8 @@ def _tensorboard(config: Config, run: TrainingRun, parts: contextlib.ExitStack) 
             writer.add_scalar(name, value, step)
         if outputs:
             rows = [outputs[0].keys(), ["---"] * len(outputs[0]), *(one.values() for one in outputs)]
-            lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+            cells = ((cell.replace("|", "\\|").replace("\n", "<br>") for cell in row) for row in rows)
+            lines = (f"| {' | '.join(row)} |" for row in cells)
             writer.add_text("completions", "\n".join(lines), step)
         writer.flush()
 

@@ -18,6 +18,14 @@ def hissing(sample: RewardSample) -> float:
     return sum("s" in word for word in words) / max(len(words), 1)
 
 
+def hissing_or_kills(sample: RewardSample) -> float:
+    """`hissing`; kills the process that asks if the file `kills` of the row exists, and removes it."""
+    if (mark := sample.metadata.get("kills")) and Path(mark).exists():
+        Path(mark).unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return hissing(sample)
+
+
 def raises_on_even_length(sample: RewardSample) -> float:
     if len(sample.token_ids) % 2 == 0:
         raise RuntimeError("even")

@@ -50,6 +50,24 @@ def write_tasks(folder: Path) -> Path:
     return path
 
 
+def held_out(folder: Path, **columns: Any) -> tuple[str, ...]:
+    """Evaluation on prompts of their own, with reward functions that may kill the run."""
+    rows = [{"prompt": f"Tell me a story about the {animal}.", **columns} for animal in tiny.ANIMALS[:4]]
+    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
+        f"evaluation.path={folder / 'held.jsonl'}",
+        "evaluation.every=2",
+        "evaluation.n=2",
+        "reward.functions=[{name: 'tests.fakes.reward_functions:hissing_or_kills'}]",
+    )
+
+
+def written(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Rows of a file, without what drafts and time change."""
+    rows = read_records(folder / f"{name}.jsonl")
+    return [{key: row[key] for key in row if key not in ("seconds", "acceptance_length")} for row in rows]
+
+
 def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [
         "mode=plain",
@@ -77,11 +95,21 @@ def records(outcome_folder: Path) -> list[dict[str, Any]]:
     return read_records(outcome_folder / "metrics.jsonl")
 
 
-def command(overrides: Sequence[str], **environment: str) -> subprocess.Popen:
-    arguments, both = (
-        [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides],
-        {**os.environ, **environment},
-    )
+DIES_IN_A_CHECKPOINT = """
+import os, signal
+from specactor_ray.cli.main import main
+from specactor_ray.runs.checkpoint import CheckpointStore
+save = CheckpointStore.save
+def save_half(store, state, write):
+    save(store, state, lambda folder: (write(folder), os.kill(os.getpid(), signal.SIGKILL)))
+CheckpointStore.save = save_half
+main()
+"""
+
+
+def command(overrides: Sequence[str], code: str = "", **environment: str) -> subprocess.Popen:
+    program = ["-c", code] if code else ["-m", "specactor_ray.cli.main"]
+    arguments, both = [sys.executable, *program, "train", *overrides], {**os.environ, **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(arguments, cwd=ROOT, env=both, start_new_session=True, **pipes)
 
@@ -98,14 +126,22 @@ def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout
 def test_deaths_and_drafts_change_nothing_that_is_learnt(
     tasks: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A plain run is killed, terminated, and loses its cluster; at its end it has learnt what a whole run with drafts
-    has, which teaches a head meanwhile."""
-    struck = settings(tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "checkpoint.every=2", "resume=auto")
+    """A plain run is killed in an evaluation and in a checkpoint, terminated, and loses its cluster; at its end it has
+    learnt and written what a whole run with drafts has, which teaches a head meanwhile."""
+    kills, every = tmp_path / "kills", ("checkpoint.every=2", *held_out(tmp_path, kills=str(tmp_path / "kills")))
+    struck = settings(tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "resume=auto", *every)
     folder, metrics = tmp_path / "struck", tmp_path / "struck" / "metrics.jsonl"
     killed = command(struck)
     wait_for_steps(killed, metrics, 3)
-    os.kill(killed.pid, signal.SIGKILL)
+    kills.touch()
     killed.communicate(timeout=240)
+    assert killed.returncode == -signal.SIGKILL and not kills.exists()
+    assert [row["step"] for row in written(folder, "evaluations")] == [0, 2], "that of step 4 was under way"
+
+    dying = command(struck, DIES_IN_A_CHECKPOINT)
+    output = dying.communicate(timeout=240)[0]
+    assert dying.returncode == -signal.SIGKILL and "(step 2)" in " ".join(output.split()), output
+    assert len(written(folder, "evaluations")) == 3, "that of step 4, before its checkpoint"
 
     stopped = command(struck)
     wait_for_steps(stopped, metrics, 5)
@@ -131,19 +167,27 @@ def test_deaths_and_drafts_change_nothing_that_is_learnt(
     shown = re.search(r"best checkpoint: specactor rollout target\.model=(\S+)", output)
     assert shown is not None and Path(shown[1], "model.safetensors").is_file()
 
-    learnt = request.getfixturevalue("learnt")  # with a cluster for this process: there is never more than one
-    plain = records(folder)
+    whole = request.getfixturevalue("learnt")  # with a cluster for this process: there is never more than one
+    plain, learnt = records(folder), records(whole)
     assert not any(record["speed"]["by_method"] for record in plain)
     assert [record["train"] for record in plain] == [record["train"] for record in learnt]
     assert all(record["gap"]["mean"] < 1e-4 for record in (*learnt, *plain))
+    evaluations, completions = written(folder, "evaluations"), written(folder, "completions")
+    assert evaluations == written(whole, "evaluations") and completions == written(whole, "completions")
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 6, 8] and len({row["mean"] for row in evaluations}) > 1
+    assert len(completions) == 5 * 8 + STEPS * 32, "all of evaluations, some of steps"
+    assert all(row["weight_version"] == row["step"] - (row["kind"] == "train") for row in completions)
+    results = json.loads((folder / "summary.json").read_text())["results"]
+    best = max(evaluations[1:], key=lambda row: row["mean"])["step"]
+    assert results["best_checkpoint"].endswith(f"step-{best:06d}"), "the first one has no checkpoint"
 
 
 cluster = local_ray(2, autouse=False)
 
 
 @pytest.fixture(scope="module")
-def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of steps with drafts, after which outputs are better. Draft actors get new versions of a head in
+def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with drafts, after which outputs are better. Draft actors get new versions of a head in
     `test_weights.py`; here the verifier has it."""
     folder, versions, update_drafter = tmp_path_factory.mktemp("learnt"), list[int](), Rollout.update_drafter
     online = "{where: trainer, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}"
@@ -156,7 +200,7 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rollout, "update_drafter", update)
-        chosen = settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts)
+        chosen = settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts, *held_out(folder))
         report = run_bench(load_config(None, chosen), None, make_console(sys.stderr))
     done = records(Path(report["run"]))
     rewards = [record["train"]["reward_mean"] for record in done]
@@ -171,7 +215,7 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict
         drafted, accepted = (sum(column) for column in zip(*pairs, strict=True))
         assert 0 < accepted <= drafted and table[method] == [drafted, accepted]
         assert dict(numbers(done[-1]))[f"speed/acceptance_rate/{method}"] == pairs[-1][1] / pairs[-1][0]
-    return done
+    return Path(report["run"])
 
 
 class Seen:
@@ -226,7 +270,8 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
 ) -> None:
     """The run with drafts is interrupted in the middle of a rollout, with turns and steps of environments under way."""
     seen, tasks, submit = Seen(monkeypatch), sums(tmp_path), Conversations.submit
-    common = ("trainer.steps=3", "algorithm.name=ppo", *CONVERSATION, *FEW)
+    held = (f"evaluation.path={tasks}", "evaluation.limit=8", "evaluation.n=4", "evaluation.every=3")
+    common = ("trainer.steps=3", "algorithm.name=ppo", *CONVERSATION, *FEW, *held)
     whole = records(run(settings(tasks, tmp_path, "plain", *common)).folder)
     taken, steps = seen.taken(), list[Any]()
     assert len(whole) == 3 and not any(record["speed"]["by_method"] for record in whole)
@@ -235,8 +280,8 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     assert any(False in mask for mask in masks) and len({one[-1] for step in taken for one in step}) > 1
 
     def interrupt(made: Conversations, request: tuple[str, tuple[Any, ...]]) -> Any:
-        steps.extend([request] if request[0] == "step" else [])
-        if len(seen.steps) == 1 and len(steps) > 30:
+        steps.extend([request] if request[0] == "step" and seen.steps else [])
+        if len(seen.steps) == 1 and len(steps) > 6:
             raise KeyboardInterrupt
         return submit(made, request)
 
@@ -249,6 +294,10 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     done = records(run([*drafted, "resume=auto"]).folder)
     assert seen.taken() == taken[1:]
     assert [record["train"] for record in done] == [record["train"] for record in whole]
+    evaluations = written(tmp_path / "plain", "evaluations")
+    assert written(tmp_path / "drafted", "evaluations") == evaluations and len(evaluations) == 2
+    outputs = [row for row in written(tmp_path / "plain", "completions") if row["kind"] == "evaluation"]
+    assert len(outputs) == 64 and max(row["length"] for row in outputs) > 24, "of more than one turn"
     for record in (*whole, *done):
         assert record["train"]["turns_mean"] > 1.2 and record["gap"]["mean"] < 1e-4
     assert any("suffix" in record["speed"]["by_method"] for record in done)
@@ -258,7 +307,7 @@ def test_rollouts_run_ahead_of_the_trainer(
     tasks: Path, tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    common = ("trainer.max_staleness=1", "checkpoint.every=2", *FEW)
+    common = ("trainer.max_staleness=1", "checkpoint.every=2", *FEW, *held_out(tmp_path), "evaluation.every=1")
     first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=2", *common))
     last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=4", "resume=auto", *common))
     assert first.status == last.status == "complete"
@@ -270,3 +319,6 @@ def test_rollouts_run_ahead_of_the_trainer(
     tokens = sum(trajectory.num_own_tokens for step in seen.steps for trajectory in step.trajectories)
     assert sum(record["speed"]["tokens"] for record in records(last.folder)) == tokens
     assert [step.position for step in seen.steps] == [(4 * number, 0) for number in (1, 2, 3, 4)]
+    rows = written(last.folder, "completions")
+    evaluated = {row["step"]: row["weight_version"] for row in rows if row["kind"] == "evaluation"}
+    assert evaluated == {step: step for step in range(5)}, "the weights of the step, while later steps were rolled out"

@@ -59,6 +59,7 @@ class Recorded:
     def __init__(self, folder: Path, ticks: Ticks, done: int = 0, **trainer: Any) -> None:
         config = Config(target=TargetConfig(dtype="float32"))
         config.tracking.tensorboard = False
+        config.tracking.completions = 1
         for name, value in trainer.items():
             setattr(config.trainer, name, value)
         self.run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(step=done), None, ())
@@ -140,18 +141,22 @@ def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) ->
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """Acceptance is that of the step's samples, also where they were generated before the step; rates are of all tokens
-    generated since the last record. The last checkpoint counts in the totals."""
+    generated since the last record, without those of an evaluation. The last checkpoint counts in the totals. The
+    outputs of step and evaluation are written."""
     ticks = Ticks()
     monkeypatch.setattr("specactor_ray.trainer.record.time", ticks)
     recorded = Recorded(tmp_path, ticks, max_staleness=ahead)
     record = recorded.recorder
     stats = RequestStats(4, 10, 5, 1, {"ngram": (6, 4), "eagle": (4, 1)}), RequestStats(6, 0, 0, 0, {})
-    outputs = [trajectory(range(tokens), stats=one) for tokens, one in zip((8, 6), stats, strict=True)]
-    tasks = [Task(0, "p", metadata={"data_source": one}) for one in "ab"]
+    outputs = [trajectory(range(size), (n, 0), stats=one) for n, size, one in zip((0, 1), (8, 6), stats, strict=True)]
+    tasks = [Task(n, "p", one, {"data_source": one}) for n, one in enumerate("ab", start=5)]
     scores: list[Score | None] = [Score(1.0, {"exact_match": 1.0, "short": 0.5}), Score(0.0, {"exact_match": None})]
     experience = Experience([SAMPLE], outputs, tasks, scores, reward_wait_s=1.0, environment_s=8.0, turns=5, rounds=2)
     ticks.now += 7.0  # of a start that is in no figure
     for step in (1, 2):
+        with record.timed("evaluation"):
+            ticks.now += 5
+        assert record.evaluated(step - 1, experience) == 0.5
         record.begin(step - 1)
         for phase, seconds in {"rollout": 4, "update": 2, "sync": 1}.items():
             with record.timed(phase):
@@ -161,8 +166,9 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         record.end(step, experience, UPDATE, 9)
         with record.timed("checkpoint"):
             ticks.now += 3
-    totals = record.finish("complete", 0).summary["totals"]
-    for found, step, seconds in zip(recorded.records, (1, 2), (7, 10), strict=True):
+    summary = record.finish("complete", 0).summary
+    totals, results = summary["totals"], summary["results"]
+    for found, step, seconds in zip(recorded.records, (1, 2), (12, 15), strict=True):
         tracked = {name: value for name, value in numbers(found) if name.startswith("speed/acceptance_rate/")}
         assert tracked == {"speed/acceptance_rate/ngram": 4 / 6, "speed/acceptance_rate/eagle": 0.25}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
@@ -171,28 +177,39 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         train |= {"reward/exact_match": 1.0, "reward/short": 0.5}
         train |= {"reward_by_source/a": 1.0, "reward_by_source/b": 0.0}
         train |= {"staleness_mean": step - 1, "staleness_max": step - 1} if ahead else {}
-        speed = {"tokens": 14, "generated_tokens": 10 * seconds, "discarded_tokens": 2 * seconds, "sync_bytes": 9}
-        speed |= {"tokens_per_s": 10.0 if ahead else 10 * seconds / 3, "rollout_share": 4 / seconds}
+        counted = seconds if ahead else 7  # since the record before, or since the evaluation
+        speed = {"tokens": 14, "generated_tokens": 10 * counted, "discarded_tokens": 2 * counted, "sync_bytes": 9}
+        speed |= {"tokens_per_s": 10.0 if ahead else 10 * counted / 3, "rollout_share": 4 / seconds}
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
         speed |= {"reward_wait_s": 1.0, "environment_s": 4.0}
         assert found["speed"].pop("by_method") == {"ngram": [6, 4], "eagle": [4, 1]}
         assert found["train"] == pytest.approx(train) and found["speed"] == pytest.approx(speed), "and no other figure"
-        phases = {"rollout": 4.0, "update": 2.0, "sync": 1.0, "checkpoint": seconds - 7.0, "step": seconds}
-        phases["drafter"] = 0.0
+        phases = {"rollout": 4.0, "update": 2.0, "sync": 1.0, "checkpoint": seconds - 12.0, "step": seconds}
+        phases |= {"drafter": 0.0, "evaluation": 5.0}
         began = {"checkpoint": [0.0, 3.0]} if step == 2 else {}  # of the step before, after its record
         at = seconds - 7.0
-        outputs = {"rollout": [at, at + 4], "outputs": [at + 1, at + 2]}
+        outputs = {"evaluation": [at - 5, at], "rollout": [at, at + 4], "outputs": [at + 1, at + 2]}
         assert found["timeline"] == {**began, **outputs, "update": [at + 4, at + 6], "sync": [at + 6, at + 7]}
         assert found["seconds"] == phases and found["gap"] == {"mean": 0.0, "max": 0.0, "kl": 0.0}
-    assert totals["seconds"] == {
-        "rollout": 8.0,
-        "update": 4.0,
-        "sync": 2.0,
-        "checkpoint": 6.0,
-        "step": 20.0,
-        "drafter": 0.0,
-    }
+    phases = {"rollout": 8.0, "update": 4.0, "sync": 2.0, "evaluation": 10.0, "checkpoint": 6.0}
+    assert totals["seconds"] == {**phases, "drafter": 0.0, "step": 30.0}
     assert totals["tokens"] == 28 and totals["drafters"] == {"ngram": [12, 8], "eagle": [8, 2]}
+    evaluations = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    evaluation = {"scored": 2, "mean": 0.5, "pass@1": 0.5, "standard_error": 0.5, "samples": 2, "length_mean": 7.0}
+    evaluation |= {"truncated": 0.0, "tokens": 14, "acceptance_length": 1.5, "seconds": 5.0}
+    evaluation |= {"reward/exact_match": 1.0, "reward/short": 0.5, "reward_by_source/a": 1.0, "reward_by_source/b": 0.0}
+    evaluation["failures"] = {"reward": {}, "rollout": {}}
+    assert evaluations == [{"step": step, **evaluation} for step in (0, 1)]
+    assert [results[f"{which}_evaluation"]["step"] for which in ("first", "last", "best")] == [0, 1, 0]
+    written = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["kind"]) for row in written] == [
+        *((0, "evaluation"), (0, "evaluation"), (1, "train"), (1, "evaluation"), (1, "evaluation"), (2, "train"))
+    ]
+    completion = {"step": 1, "kind": "train", "task": 5, "sample": 0, "prompt": "p", "text": "", "answer": "a"}
+    completion |= {"reward": 1.0, "rewards": {"exact_match": 1.0, "short": 0.5}, "length": 8, "finish_reason": "stop"}
+    assert written[2] == {**completion, "acceptance_length": 2.25, "weight_version": 0}
+    assert recorded.lines[0].startswith("evaluation of step 0/100: reward 0.500 ±0.500, pass@1 50%, length 7.0, 0% cut")
+    assert [line.split() for line in recorded.lines[1].splitlines()][2] == ["1.000", "p", "a"]
 
 
 def test_a_step_without_a_reward_and_one_with_skipped_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -324,6 +324,23 @@ def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.Lo
     assert run.state.settings["environment.name"] == "retry" and "secret" not in json.dumps(run.state.settings)
 
 
+def test_evaluations_of_a_resumed_run_can_be_compared_with_those_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a run that had none may begin."""
+    held, again = f"evaluation.path={tmp_path}/./held.jsonl", ("resume=auto", "run.name=r")
+    begin(tmp_path, steps=3)
+    for more in ((), ("evaluation.every=3",)):
+        open_run(settings(tmp_path, held, "evaluation.n=2", *more, *again)).close()
+    assert "evaluation.n is 2 now; up to step-000003 it was 1" in caplog.text
+    (tmp_path / "more").mkdir()
+    begin(tmp_path / "more", held, steps=3)
+    for changed in ("evaluation.n=3", "evaluation.path=null", "evaluation.options={a: 1}", "evaluation.share=0.5"):
+        with refused(changed.partition("=")[0], "resume=never"):
+            open_run(settings(tmp_path / "more", held, changed, *again))
+    open_run(settings(tmp_path / "more", held.replace("/./", "/"), "evaluation.every=3", *again)).close()
+
+
 def test_packages_that_are_missing_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _name: None)
     for section, name, value in (("trainer", "backend", "deepspeed"), ("tracking", "wandb_project", "mine")):

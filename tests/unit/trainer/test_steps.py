@@ -18,8 +18,9 @@ from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere
 from specactor_ray.core.errors import ActorLostError, SpecActorError, WeightsError
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, best_of, read_state
 from specactor_ray.runs.folder import RunOutcome
+from specactor_ray.trainer.evaluation import Evaluator
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.steps import Training, Watch
 from specactor_ray.trainer.turns import DeviceTurns
@@ -64,6 +65,10 @@ class World:
         self.store = CheckpointStore(folder, 99, False)
         self.resumed, self.is_saved = TrainState(), True
         self.device = Device()
+        self.scores: dict[int, float] = {}
+        """Step → result of its evaluation, 0 if it has none."""
+        self.measured: list[int] = []
+        self.evaluator: Evaluator | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Counts the calls of a method, with what else it does: `_update` for `update`."""
@@ -132,7 +137,21 @@ class World:
     def run(self) -> RunOutcome:
         run: Any = SimpleNamespace(store=self.store, state=self.resumed, is_saved=self.is_saved)
         world: Any = self
-        return Training(self.config, run, world, world, world, world, self.said.append, self.watch).run()
+        training = Training(self.config, run, world, world, world, world, self.said.append, self.watch, self.evaluator)
+        return training.run()
+
+    def evaluates(self, every: int, scores: dict[int, float]) -> None:
+        world: Any = self
+        self.config.evaluation.every, self.scores = every, scores
+        self.store = CheckpointStore(self.store.folder, 99, True)
+        self.evaluator = Evaluator(self.config, [], world)
+
+    def _evaluate(self, rollout: Any, sampling: SamplingParams, tasks: Any, n: int) -> Any:
+        self.measured.append(int(self.weights))
+
+    def _evaluated(self, step: int, experience: Any) -> float:
+        assert step == self.weights == self.measured[-1], "the verifiers have the weights of the step"
+        return self.scores.get(step, 0.0)
 
     @property
     def saved(self) -> dict[str, str]:
@@ -299,3 +318,48 @@ def test_a_run_whose_weights_do_not_arrive_fails_even_in_its_last_step(world: Wo
     with pytest.raises(WeightsError, match="step 6"):
         world.run()
     assert world.finished == [("failed", 0, "step 6: the rollout does not run the trained weights")]
+
+
+def states(world: World) -> dict[int, tuple[int, float | None]]:
+    """Step of each checkpoint → step and result of the evaluation that it has."""
+    found = (read_state(path) for path in world.store.all())
+    return {state.step: (state.evaluated, state.evaluation) for state in found}
+
+
+def test_evaluations_come_before_checkpoints_and_the_best_one_is_saved(world: World) -> None:
+    """At the start, every so many steps, and after the last one, also where `watch` ends the run. A step that is not
+    the best so far is saved when its time comes; the first weights are never saved."""
+    world.evaluates(3, {0: 0.9, 3: 0.5, 6: 0.4, 7: 0.7})
+    world.config.trainer.steps, world.config.checkpoint.every = 9, 2
+
+    def watch(training: Training) -> None:
+        if training.state.step == 7:
+            training.config.trainer.steps = 7
+
+    world.watch = watch
+    assert world.run().status == "complete" and world.measured == [0, 3, 6, 7]
+    assert states(world) == {2: (0, None), 3: (3, 0.5), 4: (3, None), 6: (6, 0.4), 7: (7, 0.7)}
+    assert best_of(world.store.sound()) == world.store.all()[-1]
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_an_interrupted_evaluation_is_made_again(world: World, interrupted: int) -> None:
+    """At the start, at a step without a checkpoint, and at one with a checkpoint. A resumed run repeats none."""
+    world.evaluates(3, {3: 0.5, 6: 0.9})
+    world.fail["evaluate", interrupted] = KeyboardInterrupt()
+    assert world.run().status == "interrupted"
+    step = 3 * (interrupted - 1)
+    saved = states(world)
+    assert world.recorded[-1:] == [step] * (step > 0) and list(saved)[-1:] == [step] * (step > 0)
+    world.fail.clear()
+    world.resumed = read_state(world.store.all()[-1]) if step else TrainState()
+    assert world.resumed.evaluation is None and world.run().status == "complete"
+    assert world.measured == [0, 3, 6] and states(world)[6] == (6, 0.9)
+    assert states(world)[3] == (3, 0.5), "the best one of its time is saved with its result"
+
+
+def test_a_run_from_another_runs_checkpoint_is_evaluated_at_its_start(world: World) -> None:
+    world.evaluates(5, {4: 0.5})
+    world.resumed, world.weights, world.is_saved = TrainState(step=4), 4, False
+    assert world.run().status == "complete" and world.measured == [4, 5, 6]
+    assert states(world) == {4: (4, 0.5), 6: (6, 0.0)}
