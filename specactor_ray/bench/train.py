@@ -23,6 +23,7 @@ from specactor_ray.bench.verdict import verdict
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import ModeName
+from specactor_ray.core import plot
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import refuse_existing, require_folder, write_json
 from specactor_ray.core.machine import hardware, versions
@@ -280,32 +281,23 @@ def _pairs(by_method: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]
     return {method: (drafted, accepted) for method, (drafted, accepted) in by_method.items()}
 
 
-def write_plot(report: Mapping[str, Any]) -> Path | None:
-    """Write the speed of each step and the acceptance of each method as `bench.png` beside the report. None if
-    matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps, file = report["steps"], Path(report["output"]).with_suffix(".png")
+def write_plot(report: Mapping[str, Any]) -> str:
+    """Write the speed of each step and the acceptance of each method as `bench.png` beside the report. Returns a line
+    for the user."""
+    steps = report["steps"]
     numbers = [one["step"] for one in steps]
-    figure, (speed, right) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
-    for name, label in (("", "rollout"), ("_step", "whole step")):
-        speed.plot(numbers, [one[f"plain{name}_s"] / one[f"drafted{name}_s"] for one in steps], "o-", label=label)
-    speed.axhline(1.0, color="grey", linewidth=1)
-    speed.set(ylabel="times plain decoding", ylim=(0, None))
-    for method in dict.fromkeys(method for one in steps for method in one["by_method"]):
-        counts = [one["by_method"].get(method, (0, 0)) for one in steps]
-        right.plot(numbers, [accepted / max(drafted, 1) for drafted, accepted in counts], "o-", label=method)
-    right.set(xlabel="step", ylabel="draft tokens right", ylim=(0, 1))
-    for axes in (speed, right):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
-    return file
+
+    def speed(axes: Any) -> None:
+        for name, label in (("", "rollout"), ("_step", "whole step")):
+            ratios = [one[f"plain{name}_s"] / one[f"drafted{name}_s"] for one in steps]
+            axes.plot(numbers, ratios, "o-", label=label)
+        axes.axhline(1.0, color="grey", linewidth=1)
+        axes.set(ylabel="times plain decoding", ylim=(0, None))
+
+    def right(axes: Any) -> None:
+        for method in dict.fromkeys(method for one in steps for method in one["by_method"]):
+            counts = [one["by_method"].get(method, (0, 0)) for one in steps]
+            axes.plot(numbers, [accepted / max(drafted, 1) for drafted, accepted in counts], "o-", label=method)
+        axes.set(xlabel="step", ylabel="draft tokens right", ylim=(0, 1))
+
+    return plot.write_plot(Path(report["output"]).with_suffix(".png"), speed, right)

@@ -104,8 +104,7 @@ def bench_train(
             console.print(training_pairs_table(report[name], title))
         for name in ("rollout", "step"):
             say(console, f"last third: {report['thirds'][-1][name]['verdict']}")
-        if (plot := write_plot(report)) is not None:
-            say(console, f"plot: {plot.resolve()}")
+        say(console, write_plot(report))
     say(console, f"{report['status']}: {len(report['steps'])} steps; report: {Path(report['output']).resolve()}")
     finish(report["status"], report["status"] == "complete" and not any(one["differences"] for one in report["steps"]))
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.cli.options import split_items
+from specactor_ray.core import plot
 from specactor_ray.core.console import make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
@@ -121,11 +122,8 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
         write_json(file, report, 2, new=True)
     except OSError as error:
         raise InputError(f"{file} cannot be written ({error.strerror})") from None
-    plot = write_plot(folder, report)
-    for written in filter(None, ("report.json", plot)):
-        say(console, f"written: {(folder / written).resolve()}")
-    if not plot:
-        say(console, "no plot: matplotlib is not installed (pip install matplotlib)")
+    say(console, f"report: {file.resolve()}")
+    say(console, write_plot(folder, report))
 
 
 # ---- tables and plots, from the plain data of reports ----
@@ -170,34 +168,24 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
 
 
 def write_plot(folder: Path, report: Mapping[str, Any]) -> str:
-    """Write `sweep.png`, the ratios at each value, or `running.png`, the unfinished requests over time. Returns the
-    name of the file; empty if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return ""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write `sweep.png`, the ratios at each value, or `running.png`, the unfinished requests over time. Returns a line
+    for the user."""
     points, first = report["points"], report["points"][0]
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    if report["sweep"]:
+
+    def sweep(axes: Any) -> None:
         for name in first["ratios"]:
             axes.plot([point["ratios"][name] for point in points], "o-", label=name, markersize=4)
         axes.set_xticks(range(len(points)), [point["value"] for point in points], fontsize=8)
         axes.set(xlabel=report["sweep"], ylabel=f"times {first['baseline']}, per {first['device']}")
-        axes.grid(alpha=0.3)
-    else:
+
+    def running(axes: Any) -> None:
         for result in first["results"]:
             ended = sorted(result["ended_s"])
             axes.step([0.0, *ended], range(len(ended), -1, -1), where="post", label=result["variant"])
         axes.set(xlabel="seconds", ylabel="unfinished requests", xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    name = "sweep.png" if report["sweep"] else "running.png"
-    figure.savefig(folder / name, dpi=110)
-    pyplot.close(figure)
-    return name
+
+    file, panel = ("sweep.png", sweep) if report["sweep"] else ("running.png", running)
+    return plot.write_plot(folder / file, panel, height=4.0)
 
 
 def _count(devices: float) -> str:

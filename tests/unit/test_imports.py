@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "trainer/trainer_ranks.py",
     ),
     "greenlet": ("simulation/kernel.py",),
+    "matplotlib": ("core/plot.py",),
     "vllm": (
         "target/vllm.py",
         "target/vllm_cpu.py",
@@ -73,7 +74,7 @@ MAY_IMPORT = {
     ),
 }
 # These take seconds to import: only inside the function that needs them.
-ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
+ONLY_INSIDE_FUNCTIONS = ("matplotlib", "vllm", "deepspeed", "transformers", "trl", "triton", "verl")
 LEAVES = (
     "target/vllm_worker.py",
     "target/vllm_weights.py",

@@ -106,7 +106,7 @@ class TestComparing:
         assert small["results"][1]["rollout_s"] > plain["rollout_s"]
         table = text_of(sweep_table(report))
         assert "tokens/s/GPU over config.target.max_batch" in table and "decoupled" in table
-        assert write_plot(tmp_path, report) == "sweep.png"
+        assert write_plot(tmp_path, report) == f"plot: {tmp_path / 'sweep.png'}"
 
 
 class TestCommand:
@@ -135,8 +135,9 @@ class TestCommand:
         assert done.exit_code and list(tmp_path.iterdir()) == []
 
     def test_plots_are_optional(self, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert write_plot(tmp_path, found) == "" and list(tmp_path.iterdir()) == []
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert write_plot(tmp_path, found) == "no plot: matplotlib is not installed (pip install matplotlib)"
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_run_that_cannot_end_is_no_traceback(self, scenario: Path) -> None:
         done = simulate("--config", scenario, "--compare", "coupled", *SCATTERED)
