@@ -40,6 +40,9 @@ METRICS: Mapping[str, Metric] = {
     "specactor_step_seconds_total": Metric(
         "Seconds of steps, by part: forward, sampling, waiting (for drafts), protocol.", ("actor", "part")
     ),
+    "specactor_plain_seconds": Metric(
+        "Estimated seconds of plain decoding for the tokens so far; beyond step_seconds, what drafts saved.", _ACTOR
+    ),
     "specactor_row_steps_total": Metric("Requests in a step, summed over steps.", _ACTOR),
     "specactor_committed_tokens_total": Metric(
         "Committed tokens; divided by row_steps, the acceptance length: tokens of a request in a step, those that no "
@@ -106,6 +109,7 @@ def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
         yield row(f"specactor_{name}_total", counters[name], actor=actor)
     for part in ("forward", "sampling", "waiting", "protocol"):
         yield row("specactor_step_seconds_total", counters[f"{part}_s"], actor=actor, part=part)
+    yield row("specactor_plain_seconds", counters["plain_s"], actor=actor)
     yield row("specactor_running_requests", counters["running"], actor=actor)
     yield row("specactor_weight_version", counters["weight_version"], actor=actor)
     yield row("specactor_step_age_seconds", counters["busy_s"], actor=actor)

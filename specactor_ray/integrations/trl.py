@@ -46,7 +46,10 @@ _TEXT = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
 _MOST_CHOICES, _MOST_BYTES, _AT_A_TIME = 64, 4 << 20, 32
 """Most choices of a request to a server, bytes of its prompts as JSON, and requests at a time: together half of the
 outputs that may wait in a server, so that it has room for others."""
-_TOTALS = tuple(f"specactor_{name}_total" for name in ("committed_tokens", "row_steps", "supplied_row_steps"))
+_TOTALS = (
+    *(f"specactor_{name}_total" for name in ("committed_tokens", "row_steps", "supplied_row_steps", "step_seconds")),
+    "specactor_plain_seconds",
+)
 Outputs = list[tuple[Sequence[int], Sequence[float]]]
 """Token ids and log-probabilities of each output."""
 
@@ -127,12 +130,14 @@ class _Client(abc.ABC):
         """Totals of all verifiers by the names of `core.metrics`, those of other clients included."""
 
     def _log(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Add what drafts did in between to the metrics that TRL logs."""
-        committed, row_steps, supplied = (after[name] - before[name] for name in _TOTALS)
+        """Add what drafts did in between to the metrics that TRL logs; `saved_s`: estimated seconds that plain decoding
+        takes longer, over all verifiers, negative where drafts cost more."""
+        committed, row_steps, supplied, steps_s, plain_s = (after[name] - before[name] for name in _TOTALS)
         if row_steps > 0:
             metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
             metrics["specactor/acceptance_length"].append(committed / row_steps)
             metrics["specactor/drafted_share"].append(supplied / row_steps)
+            metrics["specactor/saved_s"].append(plain_s - steps_s)
 
     def reset_prefix_cache(self) -> None:  # noqa: B027
         """No operation: no cache outlives an update of the weights."""

@@ -188,6 +188,7 @@ def test_rloo_over_http_generates_what_it_does_here(drafting: Rollout, tmp_path:
     here.train()
     assert len(steps(here)) == STEPS and rows(over_http, *names) == rows(here, *names)
     assert all(length > 1.0 and share > 0.0 for length, share in rows(over_http, *DRAFTS))
+    assert all(row["specactor/saved_s"] != 0.0 for done in (over_http, here) for row in steps(done))
     assert all(row.get(GAP, 0.0) < 1e-3 for row in steps(over_http)), "weights are in step"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.core.metrics import row
+from specactor_ray.core.metrics import verifier_rows
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.integrations import trl
 from specactor_ray.integrations.trl import RolloutClient, ServerClient
@@ -50,18 +50,26 @@ def test_more_than_a_request_may_have_and_a_full_server(monkeypatch: pytest.Monk
 
 def test_what_drafts_did_is_logged_by_trl() -> None:
     """Of both verifiers, between two reports; nothing where no request ran."""
-    service, counters = make_service(ScriptedQueue()), {"committed_tokens": 0, "row_steps": 0, "supplied_row_steps": 0}
-    names = [(f"specactor_{name}_total", name, actor) for name in counters for actor in ("verifier-0", "verifier-1")]
-    service.rollout.metric_rows = lambda: [row(full, counters[name], actor=actor) for full, name, actor in names]
+    service = make_service(ScriptedQueue())
+    counters: dict[str, Any] = dict.fromkeys(("committed_tokens", "row_steps", "supplied_row_steps", "plain_s"), 0)
+    times = dict.fromkeys(("forward_s", "sampling_s", "waiting_s", "protocol_s"), 0.0)
+    others = ("steps", "suspended_steps", "supplied_tokens", "drafted_tokens", "accepted_tokens", "running", "busy_s")
+    rest = {**dict.fromkeys((*others, "weight_version"), 0), "hosted": {}}
+    actors = ("verifier-0", "verifier-1")
+    service.rollout.metric_rows = lambda: [
+        one for actor in actors for one in verifier_rows(actor, {**rest, **counters, **times})
+    ]
     metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
     trainer = SimpleNamespace(_tokenizer=tokenizer(), _metrics=metrics, model=SimpleNamespace(training=True))
     with serving(service) as url:
         client = ServerClient(trainer, url)
         before = client.totals()
         client._log(before, before)
-        counters.update(committed_tokens=60, row_steps=40, supplied_row_steps=10)
+        counters.update(committed_tokens=60, row_steps=40, supplied_row_steps=10, plain_s=9.0)
+        times.update(forward_s=4.0, sampling_s=1.0, waiting_s=0.5, protocol_s=0.5)
         client._log(before, client.totals())
-    logged = {"specactor/acceptance_length": [1.5], "specactor/drafted_share": [0.25]}
+    saved = {"specactor/saved_s": [2 * (9.0 - 6.0)]}
+    logged = {"specactor/acceptance_length": [1.5], "specactor/drafted_share": [0.25], **saved}
     assert metrics["train"] == logged and not metrics["eval"]
 
 
