@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def write_plot(file: Path, *panels: Panel, columns: int = 1, height: float = 3.0
         return "no plot: matplotlib is not installed (pip install matplotlib)"
     rows = -(-len(panels) // columns)
     figure = Figure((8.0 if columns == 1 else 6.0 * columns, height * rows), layout="constrained")
-    places: Sequence[Any] = figure.subplots(rows, columns, squeeze=False).ravel()
+    places: Any = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(places, panels, strict=False):
         axes.set_prop_cycle(color=_COLOURS)
         axes.grid(alpha=0.3)
