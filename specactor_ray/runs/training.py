@@ -52,8 +52,6 @@ _POSITION = (
 """Keys for which another value makes the saved position one in other tasks or in another order."""
 _HASHED = ("data.options", "data.mixture", "environment.options", "evaluation.options")
 """Keys that may hold a token, which must not be in a checkpoint: it has their checksums."""
-_EVALUATED = ("path", "split", "options", "limit", "n", "temperature", "seed")
-"""Keys of `evaluation` for which another value makes evaluations that cannot be compared with those before."""
 _SECTIONS = ("data", "sampling", "trainer", "algorithm", "reward", "environment", "evaluation")
 
 
@@ -204,8 +202,9 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
     for key in (*_POSITION, _TASKS):
         if key in changed:
             _refuse(checkpoint, key, *changed[key], "its position in the data would mean other tasks")
-    for key in (f"evaluation.{name}" for name in _EVALUATED):
-        if key in changed and (before["evaluation.path"] or before["evaluation.share"]):
+    for key in changed:
+        was_on = before.get("evaluation.path") or before.get("evaluation.share")
+        if was_on and key.startswith("evaluation.") and key != "evaluation.every":
             _refuse(checkpoint, key, *changed[key], "its evaluations would not be comparable")
     for key in ("trainer.backend", "trainer.ranks", "trainer.zero_stage"):
         if key in changed:

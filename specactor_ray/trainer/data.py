@@ -306,6 +306,8 @@ class TaskStream:
         """Number of tasks taken so far; with `skipped` the only state to save."""
         self.skipped = 0
         """Number of tasks skipped because their prompt is too long or cannot be encoded."""
+        self.held_out: list[Task] = []
+        """Tasks to evaluate on."""
         self.first_skip = ""
         """Place and reason of the first task skipped since this was emptied."""
         self.is_held_out, self._seed, self._shuffle = is_held_out, seed, shuffle

@@ -1,40 +1,24 @@
-"""Evaluation during training: the tasks that are held out, and the times of their rollouts."""
+"""The tasks that are held out of a training, to evaluate on."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import EvaluationConfig
-from specactor_ray.core import progress
-from specactor_ray.core.errors import ConfigError, InputError, clipped_text
+from specactor_ray.core.errors import ConfigError, InputError, UserError, clipped_text
 from specactor_ray.rollout.prompts import Prompt
-from specactor_ray.runs.checkpoint import TrainState
-from specactor_ray.trainer.data import (
-    GymSource,
-    MixedSource,
-    Source,
-    TableSource,
-    Task,
-    TaskStream,
-    open_source,
-    unusable,
-)
+from specactor_ray.trainer.data import Source, TableSource, Task, TaskStream, open_source, unusable
 from specactor_ray.trainer.rewards import check_rewards
-
-if TYPE_CHECKING:
-    from specactor_ray.trainer.experience import Experience, ExperienceMaker
 
 logger = logging.getLogger(__name__)
 
 _COMPARED = 10_000
-"""Number of generated tasks of the training that are compared with the held-out ones; of a table all are."""
+"""Number of tasks of a generated source or a mixture that are compared with the held-out ones; of a table all are."""
 
 
 def hold_out(section: EvaluationConfig, source: Source) -> Callable[[Task], bool]:
@@ -63,7 +47,6 @@ def _key(prompt: Prompt) -> bytes:
     return json.dumps(prompt, sort_keys=True, default=str).encode()
 
 
-@progress.start_phase("checking the tasks of the evaluation")
 def evaluation_tasks(config: Config, stream: TaskStream) -> list[Task]:
     """The held-out tasks that fit the model, none if `evaluation` is off; those that are in the training, too, are
     counted in a warning. Raises ConfigError and InputError: they cannot be read or scored, or none can be used."""
@@ -87,25 +70,13 @@ def evaluation_tasks(config: Config, stream: TaskStream) -> list[Task]:
 def _from_path(config: Config) -> list[Task]:
     section = config.evaluation
     given = {name: getattr(section, name) for name in ("path", "split", "options", "limit")}
-    with _own_keys():
+    try:
         source = open_source(replace(config.data, mixture=[], **given), section.seed)
         tasks = [source[index] for index in range(len(source))]
         check_rewards(config, tasks[:2], source.without_answer)
-    return tasks
-
-
-@contextlib.contextmanager
-def _own_keys() -> Iterator[None]:
-    """Raise the errors of a source of tasks under the keys of `evaluation`."""
-    try:
-        yield
-    except ConfigError as error:
-        section, _, name = error.key.partition(".")
-        if section != "data" or not hasattr(EvaluationConfig(), name):
-            raise ConfigError("evaluation.path", f"{error.key}: {error.problem}", error.fix) from None
-        raise ConfigError(f"evaluation.{name}", error.problem, error.fix) from None
-    except InputError as error:
+    except UserError as error:
         raise InputError(f"evaluation.path: {str(error).removeprefix('data.path: ')}") from None
+    return tasks
 
 
 def _share_of(stream: TaskStream, section: EvaluationConfig) -> list[Task]:
@@ -124,31 +95,6 @@ def _share_of(stream: TaskStream, section: EvaluationConfig) -> list[Task]:
 
 def _in_training(tasks: list[Task], stream: TaskStream) -> int:
     """Number of tasks whose prompts are in the training's source."""
-    sources = stream.source.sources if isinstance(stream.source, MixedSource) else [stream.source]
-    trained = {
-        _key(source[index].prompt)
-        for source in sources
-        for index in range(min(len(source), _COMPARED) if isinstance(source, GymSource) else len(source))
-    }
+    step = 1 if isinstance(stream.source, TableSource) else max(1, stream.size // _COMPARED)
+    trained = {_key(stream.source[index].prompt) for index in range(0, stream.size, step)}
     return sum(_key(task.prompt) in trained for task in tasks)
-
-
-class Evaluator:
-    """Rolls out the held-out tasks on the verifiers of the training, with their drafts. The seed of a sample depends on
-    the task and the sample alone, so that evaluations of equal weights are equal."""
-
-    def __init__(self, config: Config, tasks: list[Task], maker: ExperienceMaker) -> None:
-        self._config, self._tasks, self._maker = config, tasks, maker
-
-    def is_due(self, state: TrainState) -> bool:
-        """Whether to evaluate now: at the start, every `evaluation.every` steps, and after the last one."""
-        step, is_last = state.step, state.step == self._config.trainer.steps
-        is_wanted = state.evaluated < 0 or step % self._config.evaluation.every == 0 or is_last
-        return is_wanted and state.evaluated < step
-
-    def run(self, rollout: Any) -> Experience:
-        """Roll out and score all tasks with the present weights of the verifiers."""
-        section, sampling = self._config.evaluation, self._config.sampling
-        warmth = sampling.temperature if section.temperature is None else section.temperature
-        own = replace(sampling, seed=section.seed, temperature=warmth)
-        return self._maker.evaluate(rollout, own, self._tasks, section.n)

@@ -120,11 +120,13 @@ class ExperienceMaker:
         experience.skipped_tasks, experience.first_skip = self.stream.skipped - skipped, self.stream.first_skip
         return experience
 
-    def evaluate(self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int) -> Experience:
-        """Roll out and score `n` samples of each of these tasks, beside the rollouts of a step if there are any: a
-        function of the weights, the tasks and the sampling. There are no samples for the update."""
-        experience = Experience()
-        self._roll_out(rollout, sampling, tasks, n, experience)
+    def evaluate(self, rollout: Any) -> Experience:
+        """Roll out and score the held-out tasks, beside the rollouts of a step if there are any; without samples for
+        the update. Seeds depend on task and sample alone: evaluations of equal weights are equal."""
+        section, sampling, experience = self._config.evaluation, self._config.sampling, Experience()
+        warmth = sampling.temperature if section.temperature is None else section.temperature
+        own = replace(sampling, seed=section.seed, temperature=warmth)
+        self._roll_out(rollout, own, self.stream.held_out, section.n, experience)
         return experience
 
     def _roll_out(

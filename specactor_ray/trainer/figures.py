@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -98,18 +99,17 @@ def completion_rows(step: int, kind: str, experience: Experience, most: int | No
             "step": step,
             "kind": kind,
             "task": task.index,
-            "sample": trajectory.sample_index,
+            "sample": one.sample_index,
             "prompt": task.prompt,
-            "text": trajectory.text,
+            "text": one.text,
             "answer": task.answer,
-            "reward": None if score is None else score.reward,
-            "rewards": {} if score is None else dict(score.rewards),
-            "length": trajectory.num_own_tokens,
-            "finish_reason": trajectory.finish_reason,
-            "acceptance_length": output_figures([trajectory])["acceptance_length"],
-            "weight_version": trajectory.weight_version,
+            **({"reward": None, "rewards": {}} if score is None else asdict(score)),
+            "length": one.num_own_tokens,
+            "finish_reason": one.finish_reason,
+            "acceptance_length": output_figures([one])["acceptance_length"],
+            "weight_version": one.weight_version,
         }
-        for task, trajectory, score in itertools.islice(outputs, most)
+        for task, one, score in itertools.islice(outputs, most)
     ]
 
 
@@ -117,19 +117,13 @@ def shown_rows(rows: Sequence[Mapping[str, Any]], cut: bool = False) -> list[dic
     """A table of a few outputs, each of another prompt; with `cut` of one line each."""
 
     def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3f}"
         text = str(value[-1].get("content") if value and isinstance(value, list) else "" if value is None else value)
         return clipped_text(text, _LONGEST) if cut else text
 
     chosen = list({row["task"]: row for row in reversed(rows)}.values())[::-1][:_SHOWN]
-    return [
-        {
-            "reward": "-" if row["reward"] is None else f"{row['reward']:.3f}",
-            "prompt": cell(row["prompt"]),
-            "output": cell(row["text"]),
-            "answer": cell(row["answer"]),
-        }
-        for row in chosen
-    ]
+    return [{name: cell(row[name]) for name in ("reward", "prompt", "text", "answer")} for row in chosen]
 
 
 def output_figures(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -24,22 +24,7 @@ from specactor_ray.runs.checkpoint import best_of
 from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.records import COMPLETIONS_FILE, EVALUATION, EVALUATIONS_FILE, RecordFile
 from specactor_ray.runs.training import TrainingRun
-from specactor_ray.trainer.figures import (
-    COUNTS,
-    PHASES,
-    completion_rows,
-    evaluation_figures,
-    evaluation_line,
-    evaluations_of,
-    means_by_name,
-    numbers,
-    output_figures,
-    results_of,
-    shown_rows,
-    staleness_of,
-    step_line,
-    totals_of,
-)
+from specactor_ray.trainer import figures
 from specactor_ray.trainer.gap import GapRule
 from specactor_ray.trainer.tracking import Tracker, open_trackers
 from specactor_ray.transport.messages import RequestStats
@@ -75,7 +60,7 @@ class StepRecorder:
         self._done = self._step = run.state.step
         """Number of steps done, and number of the present step."""
         self._present = "starting Ray, verifiers and trainer"
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(figures.PHASES, 0.0)
         self._spans: dict[str, tuple[float, float]] = {}
         """Phase of the present step → begin and end."""
         self._began: float | None = None
@@ -126,9 +111,10 @@ class StepRecorder:
         now = time.perf_counter()
         began = now if self._began is None else self._began
         seconds, spans = {**self._seconds, "step": now - began}, {**self._spans, **experience.spans}
-        self._seconds, self._spans, self._began = dict.fromkeys(PHASES, 0.0), {}, now
+        self._seconds, self._spans, self._began = dict.fromkeys(figures.PHASES, 0.0), {}, now
         # Without a sample nothing was compared or trained.
-        learnt = {name: value if experience.samples or name in COUNTS else None for name, value in update.items()}
+        shown = figures.COUNTS if not experience.samples else update
+        learnt = {name: value if name in shown else None for name, value in update.items()}
         record = {
             "step": step,
             "train": self._train_figures(step, experience, learnt),
@@ -139,34 +125,34 @@ class StepRecorder:
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._counted = self._counters()
-        self._outputs = completion_rows(step, "train", experience, self._config.tracking.completions)
+        self._outputs = figures.completion_rows(step, "train", experience, self._config.tracking.completions)
         self._completions.write(*self._outputs)
         self._metrics.write(record)
         self._done = step
-        self._show(step_line(record, self._config.trainer.steps, self._width))
+        self._show(figures.step_line(record, self._config.trainer.steps, self._width))
         self._warn(record, experience.first_skip)
         self._track(step, record)
 
     def evaluated(self, step: int, experience: Experience) -> float | None:
         """Record an evaluation of the weights after this step in all outputs; its time counts for the next step.
         Returns its mean reward, if it has one."""
-        figures = evaluation_figures(experience, self._config.reward.pass_threshold)
-        figures["seconds"] = round(self._seconds["evaluation"], 4)
-        record, rows = {"step": step, **figures}, completion_rows(step, EVALUATION, experience, None)
+        found = figures.evaluation_figures(experience, self._config.reward.pass_threshold)
+        found["seconds"] = round(self._seconds["evaluation"], 4)
+        record, rows = {"step": step, **found}, figures.completion_rows(step, EVALUATION, experience, None)
         if self._config.tracking.completions != 0:
             self._completions.write(*rows)
         self._evaluations.write(record)
-        self._show(evaluation_line(record, self._config.trainer.steps))
+        self._show(figures.evaluation_line(record, self._config.trainer.steps))
         self._show_outputs(rows)
         self._warn_of_failures("evaluation of step", record)
-        self._track(step, {EVALUATION: figures}, rows)
+        self._track(step, {EVALUATION: found}, rows)
         if not self._config.trainer.max_staleness:  # else outputs of later steps are among what was generated
             self._counted = self._counters()
-        return figures["mean"]
+        return found["mean"]
 
     def _show_outputs(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
-            table = make_table(shown_rows(rows, cut=True), text=("prompt", "output", "answer"))
+            table = make_table(figures.shown_rows(rows, cut=True), text=("prompt", "text", "answer"))
             self._show(as_text(table, self._width))
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
@@ -176,7 +162,7 @@ class StepRecorder:
         if not self._config.evaluation.is_on:
             self._show_outputs(self._outputs)
             self._track(self._done, {}, self._outputs)
-        evaluations = evaluations_of(self._evaluations.read())
+        evaluations = figures.evaluations_of(self._evaluations.read())
         records, actors = self._metrics.read(), list[dict[str, Any]]()
         with contextlib.suppress(Exception):  # the controller does not answer
             actors = self._rollout.status()
@@ -188,8 +174,8 @@ class StepRecorder:
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
             "metrics_pending": len(self._metrics.pending),
-            "totals": totals_of(records, self._seconds),
-            "results": {**results_of(records), **evaluations, "best_checkpoint": self._best_checkpoint()},
+            "totals": figures.totals_of(records, self._seconds),
+            "results": {**figures.results_of(records), **evaluations, "best_checkpoint": self._best_checkpoint()},
             "fallbacks": self._rollout.fallbacks(),
             "identity": self._rollout.resolved.identity.to_dict(),
             "costs": measured_costs(self._config, actors),
@@ -218,18 +204,18 @@ class StepRecorder:
         """Send the numbers of a record, and a table of a few of these outputs."""
         for tracker in self._trackers:
             try:
-                tracker(step, dict(numbers(record)), shown_rows(rows))
+                tracker(step, dict(figures.numbers(record)), figures.shown_rows(rows))
             except OSError as error:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float | None]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
-        outputs = output_figures(experience.trajectories)
+        outputs = figures.output_figures(experience.trajectories)
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
         if experience.turns:
             update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
         if config.trainer.max_staleness:
-            update = {**staleness_of(experience, step - 1), **update}
+            update = {**figures.staleness_of(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
             "reward_mean": mean(rewards) if rewards else None,
@@ -242,7 +228,7 @@ class StepRecorder:
             "zero_variance_groups": experience.zero_variance_groups,
             "sampling_rounds": experience.rounds,
             "skipped_tasks": experience.skipped_tasks,
-            **means_by_name(experience),
+            **figures.means_by_name(experience),
             **learnt,
         }
 
@@ -253,7 +239,7 @@ class StepRecorder:
         generated, discarded = now[1] - generated, now[2] - discarded
         is_ahead = self._config.trainer.max_staleness > 0
         during_s = seconds["step"] if is_ahead else seconds["rollout"] - experience.reward_wait_s
-        outputs = output_figures(experience.trajectories)
+        outputs = figures.output_figures(experience.trajectories)
         stats = RequestStats.total(trajectory.stats for trajectory in experience.trajectories)
         return {
             "tokens": outputs["tokens"],

@@ -32,9 +32,9 @@ from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, check_turn_of_trainer, plan_rollout_memory
 from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
-from specactor_ray.trainer.data import Task, TaskStream, open_source
+from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
-from specactor_ray.trainer.evaluation import Evaluator, evaluation_tasks, hold_out
+from specactor_ray.trainer.evaluation import evaluation_tasks, hold_out
 from specactor_ray.trainer.record import StepRecorder
 from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_pool
 from specactor_ray.trainer.steps import Training, Watch
@@ -76,7 +76,6 @@ def train(
     resolved = resolve(config, machine, trains=True)
     config = resolved.config
     stream = checked_tasks(resolved)
-    held_out = evaluation_tasks(config, stream)
     for line in resolved.choices:
         say(console, line)
     with sigterm_interrupts():
@@ -86,8 +85,8 @@ def train(
             memory = plan_memory(config)
             check_memory(config, machine.free_bytes, memory, FIXES)
             check_turn_of_trainer(config, machine, memory)
-            announce(resolved, run, memory, console, len(held_out))
-            return _train(resolved, run, stream, held_out, console, watch, beside)
+            announce(resolved, run, memory, console, len(stream.held_out))
+            return _train(resolved, run, stream, console, watch, beside)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
@@ -100,13 +99,7 @@ def train(
 
 
 def _train(
-    resolved: Resolved,
-    run: TrainingRun,
-    stream: TaskStream,
-    held_out: list[Task],
-    console: Console,
-    watch: Watch,
-    beside: Beside,
+    resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch, beside: Beside
 ) -> RunOutcome:
     """Start all parts and run the steps."""
     config = resolved.config
@@ -133,12 +126,12 @@ def _train(
         else:
             workers = parts.enter_context(Conversations(config, _tokenizer(config.target), resolved.context))
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
-        evaluator = Evaluator(config, held_out, maker) if held_out else None
+        evaluate = maker.evaluate if stream.held_out else None
         rollout, maker = parts.enter_context(beside(rollout, maker))
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
             parts.callback(ahead.close)
-        return Training(config, run, rollout, trainer, ahead or maker, record, show, watch, evaluator).run()
+        return Training(config, run, rollout, trainer, ahead or maker, record, show, watch, evaluate).run()
 
 
 def _tokenizer(target: TargetConfig) -> Any:
@@ -204,6 +197,7 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
     most, is_held_out = resolved.max_prompt_tokens, hold_out(config.evaluation, source)
     stream = TaskStream(source, config.sampling.seed, count_tokens, most, data.shuffle, is_held_out)
     check_rewards(config, stream.take(2), source.without_answer)
+    stream.held_out = evaluation_tasks(config, stream)
     stream.position = stream.skipped = 0
     return stream
 

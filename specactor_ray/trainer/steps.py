@@ -21,7 +21,6 @@ from specactor_ray.trainer.turns import DeviceTurns
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.runs.training import TrainingRun
-    from specactor_ray.trainer.evaluation import Evaluator
     from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
     from specactor_ray.trainer.record import StepRecorder
     from specactor_ray.trainer.trainer_ranks import TrainerRanks
@@ -38,8 +37,8 @@ class Training:
     `watch` is called before the first step and after every step, when the verifiers have its weights; it may change
     `config.trainer.steps`. `say` shows a line to the user.
 
-    The weights of a step are evaluated, if that is due, when the verifiers have them and before its checkpoint, which
-    so has the evaluation. Only this thread changes weights, so rollouts ahead of the trainer may run meanwhile.
+    `evaluate` rolls out the held-out tasks: when the verifiers have the weights of the step, and before its checkpoint,
+    which so has the result. Only this thread changes weights, so rollouts ahead of the trainer may run meanwhile.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class Training:
         record: StepRecorder,
         say: Callable[[str], None],
         watch: Watch = lambda training: None,
-        evaluator: Evaluator | None = None,
+        evaluate: Callable[[Rollout], Experience] | None = None,
     ) -> None:
         self.config, self.rollout, self.state = config, rollout, run.state
         self._trainer, self._maker, self._record = trainer, maker, record
-        self._say, self._watch, self._store, self._evaluator = say, watch, run.store, evaluator
+        self._say, self._watch, self._store, self._roll_out_held_out = say, watch, run.store, evaluate
         self._turns = DeviceTurns(rollout, trainer) if config.trainer.offload else None
         self._teaches = online_drafter(config) is not None
         self._saved_step = run.state.step if run.is_saved else -1
@@ -116,11 +115,13 @@ class Training:
     def _evaluate(self) -> None:
         """Evaluate the weights of this step if that is due. If they are the best, a checkpoint is saved at once; none
         of step 0, whose weights are `target.model`."""
-        evaluator, record, step = self._evaluator, self._record, self.state.step
-        if evaluator is None or not evaluator.is_due(self.state):
+        roll_out, record, step = self._roll_out_held_out, self._record, self.state.step
+        is_first, is_last = self.state.evaluated < 0, step == self.config.trainer.steps
+        is_due = is_first or is_last or step % self.config.evaluation.every == 0
+        if roll_out is None or not is_due or self.state.evaluated == step:
             return
         with record.timed("evaluation"):
-            experience = evaluator.run(self.rollout)
+            experience = roll_out(self.rollout)
         with signals_deferred():
             self.state = replace(self.state, evaluated=step, evaluation=record.evaluated(step, experience))
             if step and self._store.is_best(self.state.evaluation):

@@ -17,7 +17,6 @@ from specactor_ray.runs.records import drop_repeated, read_records
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import resolve
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.evaluation import Evaluator, evaluation_tasks
 from specactor_ray.trainer.figures import evaluation_figures
 from specactor_ray.trainer.run import checked_tasks, prepared
 from tests.tiny import tiny_target
@@ -52,7 +51,7 @@ def evaluated(tmp_path: Path, *overrides: str) -> tuple[list[Task], Any]:
     """Held-out tasks, and the stream of the training's."""
     config = resolve(prepared(settings(tmp_path, *overrides)), Machine(2)).config
     stream = checked_tasks(resolve(config, Machine(2)))
-    return evaluation_tasks(config, stream), stream
+    return stream.held_out, stream
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def evaluated(tmp_path: Path, *overrides: str) -> tuple[list[Task], Any]:
         ("evaluation.path=reasoning_gym:nothing", "^evaluation.path: reasoning-gym has no task 'nothing'"),
         (
             "evaluation.path=reasoning_gym:chain_sum evaluation.options={terms:9}",
-            "^evaluation.options: chain_sum refus",
+            "^evaluation.path: data.options: chain_sum refus",
         ),
         ("evaluation.path=TMP/held.jsonl evaluation.share=0.1", "^evaluation.path: .*evaluation.share"),
         ("evaluation.share=1.0", "^evaluation.share: 1.0 is out of range.*below 1"),
@@ -134,11 +133,11 @@ def test_evaluations_are_equal_whatever_was_trained_between(tmp_path: Path) -> N
     config = from_mapping({"mode": "plain", **sections})
     config.reward.functions = [RewardFunctionConfig("tests.fakes.reward_functions:number_or_raises")]
     maker = maker_of(config, [Task(index, "a") for index in range(9)])
-    evaluator = Evaluator(config, [Task(0, "b"), Task(4, "c"), Task(5, "d")], maker)
+    maker.stream.held_out = [Task(0, "b"), Task(4, "c"), Task(5, "d")]
     rollout, found = Watched(*["1 0", "x 1", "! x"], "1 1", "0 0", *["1 0", "x 1", "! x"]), list[dict[str, Any]]()
-    found.append(evaluation_figures(evaluator.run(rollout), 1.0))
+    found.append(evaluation_figures(maker.evaluate(rollout), 1.0))
     steps = [maker.collect(rollout, config.sampling, step) for step in range(2)]
-    found.append(evaluation_figures(evaluator.run(rollout), 1.0))
+    found.append(evaluation_figures(maker.evaluate(rollout), 1.0))
     assert found[0] == found[1] and rollout.seen[0] == rollout.seen[3] != rollout.seen[1]
     assert (rollout.seen[0][0].seed, rollout.seen[0][0].temperature, rollout.seen[0][1]) == (3, 0.5, 2)
     assert [step.position for step in steps] == [(1, 0), (2, 0)]

@@ -20,7 +20,6 @@ from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, best_of, read_state
 from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.trainer.evaluation import Evaluator
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.steps import Training, Watch
 from specactor_ray.trainer.turns import DeviceTurns
@@ -68,7 +67,7 @@ class World:
         self.scores: dict[int, float] = {}
         """Step → result of its evaluation, 0 if it has none."""
         self.measured: list[int] = []
-        self.evaluator: Evaluator | None = None
+        self.evaluate_held_out: Callable[[Any], Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Counts the calls of a method, with what else it does: `_update` for `update`."""
@@ -137,16 +136,17 @@ class World:
     def run(self) -> RunOutcome:
         run: Any = SimpleNamespace(store=self.store, state=self.resumed, is_saved=self.is_saved)
         world: Any = self
-        training = Training(self.config, run, world, world, world, world, self.said.append, self.watch, self.evaluator)
+        training = Training(
+            self.config, run, world, world, world, world, self.said.append, self.watch, self.evaluate_held_out
+        )
         return training.run()
 
     def evaluates(self, every: int, scores: dict[int, float]) -> None:
-        world: Any = self
         self.config.evaluation.every, self.scores = every, scores
         self.store = CheckpointStore(self.store.folder, 99, True)
-        self.evaluator = Evaluator(self.config, [], world)
+        self.evaluate_held_out = self.evaluate
 
-    def _evaluate(self, rollout: Any, sampling: SamplingParams, tasks: Any, n: int) -> Any:
+    def _evaluate(self, rollout: Any) -> Any:
         self.measured.append(int(self.weights))
 
     def _evaluated(self, step: int, experience: Any) -> float:

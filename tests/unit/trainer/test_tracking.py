@@ -37,14 +37,14 @@ def test_figures_and_outputs_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for task in (5, 5, 6, 7, 8)
     ]
     table = shown_rows(rows)
-    assert table == [{"reward": "1.000", "prompt": f"{n}?", "output": "a\n|b", "answer": ""} for n in (5, 6, 7)]
-    assert shown_rows(rows, cut=True)[0]["output"] == r"a\n|b" and not shown_rows([])
+    assert table == [{"reward": "1.000", "prompt": f"{n}?", "text": "a\n|b", "answer": ""} for n in (5, 6, 7)]
+    assert shown_rows(rows, cut=True)[0]["text"] == r"a\n|b" and not shown_rows([])
     with contextlib.ExitStack() as parts:
         store = CheckpointStore(tmp_path / "c", 1, True)
         for tracker in open_trackers(config, TrainingRun(tmp_path, store, TrainState(), None, ()), parts):
             tracker(3, {"evaluation/mean": 0.5}, table)
             tracker(4, {"train/reward_mean": 0.25}, ())
-    columns = ["reward", "prompt", "output", "answer"]
+    columns = ["reward", "prompt", "text", "answer"]
     outputs = (columns, [list(row.values()) for row in table])
     assert logged == [({"evaluation/mean": 0.5, "completions": outputs}, 3), ({"train/reward_mean": 0.25}, 4), ({}, -1)]
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
