@@ -24,7 +24,8 @@ from specactor_ray.target.base import TargetEngine
 
 def measure_sleep(stage: Stage) -> None:
     """Fill a point for `hf`, and for `vllm` if it is installed: GiB that all processes use on the GPU while the engine
-    is awake and asleep, seconds to sleep and wake, and ms of a decode step before and afterwards."""
+    is awake and asleep, seconds to sleep and wake, the same of a sleep without weights and of new ones in it, as in a
+    training with `trainer.offload`, and ms of a decode step before and afterwards."""
     with contextlib.closing(hf_engine(stage.settings, target_model(stage.settings))) as engine:
         measure_engine(stage, "hf", engine)
     stage.free()
@@ -42,7 +43,7 @@ def sleep_of_vllm(stage: Stage, model: str) -> None:
 
 
 def measure_engine(stage: Stage, name: str, engine: TargetEngine) -> None:
-    """Measure one engine; `wake` restores its weights."""
+    """Measure one engine."""
     settings, rows = stage.settings, max(stage.settings.rows)
     step = functools.partial(step_at_random, engine, max(settings.drafts), np.random.default_rng(0))
 
@@ -57,6 +58,12 @@ def measure_engine(stage: Stage, name: str, engine: TargetEngine) -> None:
     note("sleep s", stage.seconds(engine.sleep))
     note("asleep GiB", used_gib(settings.device))
     note("wake s", stage.seconds(engine.wake))
+    weights = random_weights(settings.target, settings.dtype, "cpu", seed=1).state_dict()
+    note("sleep without weights s", stage.seconds(functools.partial(engine.sleep, keep_weights=False)))
+    note("without weights GiB", used_gib(settings.device))
+    note("load s", stage.seconds(functools.partial(engine.load_weights, 1, weights)))
+    note("loaded GiB", used_gib(settings.device))
+    note("wake with new weights s", stage.seconds(engine.wake))
     begin_decoding(engine, settings, rows)
     note("later step ms", 1e3 * stage.median_s(step))
 

@@ -48,7 +48,8 @@ class LoopActor(Generic[L]):
     def load_weights(self, weights: WeightSet) -> None:
         """Load a version of the target's weights, with which requests of older versions end, or of a drafter's here.
         Idempotent."""
-        self._do(self._running().load_weights(weights, self._host.fetch_weights(weights)))
+        done = self._running().load_weights(weights, self._host.fetch_weights(weights))
+        self._do(done, COMMAND_TIMEOUT_S + weights.transfer_s)
 
     def forget_history(self) -> None:
         """Clear the histories of earlier outputs of this process's drafters."""
@@ -87,8 +88,8 @@ class LoopActor(Generic[L]):
                 self._links = {name: self._links.get(name) or self._link(peer) for name, peer in peers.items()}
                 use(self._links)
 
-    def _do(self, command: Future[None]) -> None:
-        self._host.clock.result(command, COMMAND_TIMEOUT_S)
+    def _do(self, command: Future[None], limit_s: float = COMMAND_TIMEOUT_S) -> None:
+        self._host.clock.result(command, limit_s)
 
     def _running(self) -> L:
         """Wait for the loop (the controller limits the wait) and return it. Raises the error of its construction."""

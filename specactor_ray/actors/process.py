@@ -19,14 +19,15 @@ from specactor_ray.core.clock import Clock
 from specactor_ray.core.errors import CallError, FetchError
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.target.base import TargetEngine
-from specactor_ray.transport.messages import WeightSet
+from specactor_ray.transport.messages import WeightSet, transfer_s
 
 if TYPE_CHECKING:
     from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout
     from specactor_ray.verify.drafting import Drafting
 
 COMMAND_TIMEOUT_S = 300.0
-"""Longest wait for the loop to carry out a command between two steps, and for weights to arrive."""
+"""Longest wait for the loop to carry out a command between two steps, and for weights to arrive, beside the time for
+their size."""
 
 
 def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
@@ -106,7 +107,7 @@ class ActorHost:
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         """All tensors of a version, as views of the object store's memory. FetchError if they do not arrive."""
         try:
-            buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+            buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S + weights.transfer_s)
         except CallError as error:
             raise FetchError(f"weights of version {weights.version}: {error}") from None
         return self.unpack(buckets)
@@ -134,5 +135,5 @@ def put_weights(
             num_bytes += bucket.data.nbytes
     probe = None
     if layout is not None and references:  # of what was really sent, where the object store has it
-        probe = layout.probe(calls.transport.fetch(tuple(references), COMMAND_TIMEOUT_S))
+        probe = layout.probe(calls.transport.fetch(tuple(references), COMMAND_TIMEOUT_S + transfer_s(num_bytes)))
     return WeightSet(version, tuple(references), num_bytes, method, probe)

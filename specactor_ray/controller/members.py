@@ -27,8 +27,8 @@ from specactor_ray.core.errors import (
 
 logger = logging.getLogger(__name__)
 
-_UPDATE_TIMEOUT_S = 300.0
-"""Longest time in seconds for an actor to carry out an update (weights of a large model take minutes)."""
+UPDATE_TIMEOUT_S = 300.0
+"""Longest time in seconds for an actor to carry out an update without the time for its size."""
 _RETRY_S = 2.0
 """Seconds between two attempts to send the same version."""
 _ATTEMPTS = 3
@@ -123,7 +123,7 @@ class Member(ActorState):
         self._open["start"] = self.call("start", deadline_s=start_timeout_s)
         self.enter(Phase.STARTING, now)
 
-    def call(self, method: str, *arguments: Any, deadline_s: float = _UPDATE_TIMEOUT_S) -> Call:
+    def call(self, method: str, *arguments: Any, deadline_s: float = UPDATE_TIMEOUT_S) -> Call:
         """Begin a call of one of its methods."""
         return self.calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 

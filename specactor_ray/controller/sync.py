@@ -17,7 +17,7 @@ from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.cluster.calls import Call
 from specactor_ray.config.methods import hosted_drafters, online_drafter
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import Channel, Member
+from specactor_ray.controller.members import UPDATE_TIMEOUT_S, Channel, Member
 from specactor_ray.controller.seating import group_of
 from specactor_ray.core.clock import Clock
 from specactor_ray.core.errors import ActorLostError, FetchError, InputError, SpecActorError, WeightsError
@@ -205,7 +205,8 @@ class WeightSync:
             if key == VERIFIER and self._is_refused():
                 member.weights[key].poll(now)
             else:
-                send = functools.partial(member.call, "load_weights", weights)
+                limit_s = UPDATE_TIMEOUT_S + 2 * weights.transfer_s  # they arrive, and are loaded
+                send = functools.partial(member.call, "load_weights", weights, deadline_s=limit_s)
                 member.weights[key].update(weights.version, now, send)
 
     def _mark(self, member: Member) -> None:

@@ -242,5 +242,15 @@ class WeightSet:
     probe: Probe | None = field(default=None, compare=False)
     """What an engine computes with these weights; None where none is made, as for draft methods."""
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that limits of their arrival and load have for their size."""
+        return transfer_s(self.num_bytes)
+
+
+def transfer_s(num_bytes: int) -> float:
+    """Longest transfer of this many bytes, in seconds: 100 MB/s, less than any network of a cluster has."""
+    return num_bytes / 1e8
+
 
 ToRollout = Progress | PromptScores | Finished | Refused

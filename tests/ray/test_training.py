@@ -126,10 +126,13 @@ def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout
 def test_deaths_and_drafts_change_nothing_that_is_learnt(
     tasks: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A plain run is killed in an evaluation and in a checkpoint, terminated, and loses its cluster; at its end it has
-    learnt and written what a whole run with drafts has, which teaches a head meanwhile."""
+    """A plain run, whose verifier and trainer take turns, is killed in an evaluation and in a checkpoint, terminated,
+    and loses its cluster; at its end it has learnt and written what a whole run with drafts has, which teaches a head
+    meanwhile."""
     kills, every = tmp_path / "kills", ("checkpoint.every=2", *held_out(tmp_path, kills=str(tmp_path / "kills")))
-    struck = settings(tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "resume=auto", *every)
+    struck = settings(
+        tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "resume=auto", "trainer.offload=true", *every
+    )
     folder, metrics = tmp_path / "struck", tmp_path / "struck" / "metrics.jsonl"
     killed = command(struck)
     wait_for_steps(killed, metrics, 3)

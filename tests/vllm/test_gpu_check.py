@@ -28,4 +28,5 @@ def test_our_engine_is_measured_beside_stock_vllm_and_both_engines_asleep(tmp_pa
         assert point["rounds"] == settings.rounds and point["ms"] * point["tokens/s"] > 0
         assert point["exposed ms"] is None and {name.partition(" ")[0] for name in point["graphs"]} == {"NONE"}
     assert [point["engine"] for point in report["stages"]["sleep"]["points"]] == ["hf", "vllm"]
-    assert all(point["later step ms"] > 0 for point in report["stages"]["sleep"]["points"])
+    for point in report["stages"]["sleep"]["points"]:
+        assert point["later step ms"] > 0 and point["load s"] > 0 and point["wake with new weights s"] > 0

@@ -3,20 +3,25 @@ it, with errors that name the tensor."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from specactor_ray.actors.process import ActorHost
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.learner.deepspeed_engine import Rendezvous
 from specactor_ray.learner.trainer import WEIGHTS, Trainer
 from specactor_ray.models.loading import load_empty_model, load_model, load_tokenizer, named_weights, tied
 from specactor_ray.models.weight_buckets import WeightLayout, fitting_weights, pack, unpack
+from specactor_ray.transport.messages import WeightSet
 from tests.families import FAMILIES, make_model, save_model
 from tests.tiny import tiny_draft, tiny_target
 
@@ -209,3 +214,33 @@ def test_a_trainer_sends_saves_and_resumes_buffers(name: str, tmp_path: Path) ->
     assert torch.equal(load_model(str(saved / WEIGHTS)).get_buffer(BIAS), bias)
     resumed = Trainer(config, saved, alone, lambda: None)
     assert torch.equal(resumed.engine.policy.model.get_buffer(BIAS), bias)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what makes a copy of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "_to_copy", "clone", "cat", "zeros", "zero_"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_is_made_with_one_copy_of_each_tensor(dtype: torch.dtype, untied: dict[str, torch.Tensor]) -> None:
+    with Copies() as copies:
+        bucket = pack(untied.items(), dict.fromkeys(untied, dtype))
+    assert copies.counts == {"copy_": len(untied)}, "of what is sent, one in host memory"
+    assert same(dict(unpack(bucket)), {name: tensor.to(dtype) for name, tensor in untied.items()})
+
+
+def test_limits_of_time_grow_with_the_size_of_weights() -> None:
+    asked, host = list[float](), ActorHost()
+    host.calls = SimpleNamespace(transport=SimpleNamespace(fetch=lambda _, limit_s: asked.append(limit_s) or []))
+    for gigabytes in (0, 65):
+        host.fetch_weights(WeightSet(1, (), gigabytes * 10**9))
+    assert asked == [300.0, 950.0], "32B in bfloat16 through a network of 100 MB/s"
