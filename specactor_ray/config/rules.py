@@ -285,6 +285,8 @@ def _of_training(config: Config) -> Iterator[Problem]:
         yield "trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank."
     if trainer.backend is TrainerBackend.deepspeed and importlib.util.find_spec("deepspeed") is None:
         yield "trainer.backend", "DeepSpeed is not installed.", "pip install deepspeed, or use trainer.backend=torch."
+    if trainer.lora.rank is not None and importlib.util.find_spec("peft") is None:
+        yield "trainer.lora.rank", "peft is not installed.", "pip install peft, or leave it out."
     if config.tracking.wandb_project and importlib.util.find_spec("wandb") is None:
         yield "tracking.wandb_project", "wandb is not installed.", "pip install wandb, or leave it out."
     if trainer.gpus > 1:

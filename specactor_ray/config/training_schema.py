@@ -216,6 +216,19 @@ class EvaluationConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Training of a low-rank adapter in place of all weights (LoRA, through peft)."""
+
+    rank: int | None = at_least(1, default=None)
+    """Rank of the adapter's matrices. Null trains all weights."""
+    alpha: int = at_least(1, default=32)
+    """The adapter's product of matrices is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that get an adapter, by the last part or parts of their names, such as `[q_proj, v_proj]`. Default:
+    all but the output layer."""
+
+
+@dataclass
 class TrainerConfig:
     """The policy update."""
 
@@ -256,6 +269,8 @@ class TrainerConfig:
     """Passes over the samples of a step."""
     micro_batch_tokens: int = at_least(1, default=4096)
     """Most tokens, including padding, in one forward and backward."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Training of an adapter in place of all weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     offload: bool = False

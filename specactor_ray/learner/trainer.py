@@ -18,17 +18,19 @@ from specactor_ray.config.recipes import make_recipe, uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, TrainerBackend
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TokenScores, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
+from specactor_ray.models.adapter import Adapter, policy_weights
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.loading import load_model, load_tokenizer, named_weights, recompute_layers, wrong_value_errors
+from specactor_ray.models.loading import load_model, load_tokenizer, recompute_layers, wrong_value_errors
 from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
-WEIGHTS, ENGINE = "weights", "engine"
-"""Folders of a checkpoint: the model in the format of transformers, and the engine's training state."""
+WEIGHTS, ADAPTER, ENGINE = "weights", "adapter", "engine"
+"""Folders of a checkpoint: the model in the format of transformers, the adapter in that of peft (`trainer.lora`), and
+the engine's training state."""
 
 
 class Trainer:
@@ -38,19 +40,22 @@ class Trainer:
     def __init__(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, tick: Tick) -> None:
         self._config, self.tick = config, tick
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
-        recipe, source = make_recipe(config), str(checkpoint / WEIGHTS) if checkpoint else config.target.model
+        recipe = make_recipe(config)
+        self._adapter: Adapter | None = None
         if config.trainer.backend is TrainerBackend.deepspeed:
             join(rendezvous, self._device)
-            policy = self._make_policy(source, recipe)
+            policy = self._make_policy(checkpoint, recipe)
             self.engine: TorchEngine = DeepSpeedEngine(policy, config.trainer, rendezvous, self._device, tick)
         else:
-            self.engine = TorchEngine(self._make_policy(source, recipe), config.trainer, tick)
+            self.engine = TorchEngine(self._make_policy(checkpoint, recipe), config.trainer, tick)
         tick()
         if checkpoint:
             self.engine.load(checkpoint / ENGINE)
             tick()
         reference = None
-        if config.algorithm.kl_coef:
+        if config.algorithm.kl_coef and self._adapter is not None:
+            reference = functools.partial(_without, self._adapter, self.engine)
+        elif config.algorithm.kl_coef:
             kept = PolicyModel(self._load(config.target.model, "cpu"), config.sampling.temperature)
             # Of the policy's architecture, which was compared.
             kept.model.set_attn_implementation(self.engine.policy.model.config._attn_implementation)
@@ -75,12 +80,11 @@ class Trainer:
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights as verifiers hold them, bucket by bucket; None on ranks other than 0. All ranks iterate
         over it together."""
-        weights, layout = named_weights(self.engine.policy.model), self.layout
-        for chosen in grouped(
-            weights, lambda weight: 4 * _numel(weight), layout.bucket_bytes
-        ):  # of at most 4 bytes each
-            with self.engine.gathered(_parameters(chosen)):
-                yield pack(chosen, layout.dtypes) if self.rank == 0 else None
+        weights, layout = ((one.name, one) for one in policy_weights(self.engine.policy.model)), self.layout
+        for chosen in grouped(weights, lambda one: 4 * one.numel, layout.bucket_bytes):  # of at most 4 bytes each
+            with self.engine.gathered([part for _, one in chosen for part in one.parameters]):
+                merged = ((name, one.merged()) for name, one in chosen)
+                yield pack(merged, layout.dtypes) if self.rank == 0 else None
             self.tick()
 
     def save(self, folder: Path) -> SavedPart:
@@ -93,11 +97,12 @@ class Trainer:
         if float(refused[0]):  # all ranks return together
             return part
         self.engine.save(engine_folder, part)
-        state: dict[str, torch.Tensor] = {}
-        for name, weight in named_weights(self.engine.policy.model):
-            with self.engine.gathered(_parameters([(name, weight)])):
+        state, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for one in policy_weights(self.engine.policy.model):
+            with self.engine.gathered(one.parameters):
                 if self.rank == 0:
-                    state[name] = weight.detach().to("cpu", copy=True)
+                    state[one.name] = one.merged().detach().to("cpu", copy=True)
+                    matrices |= {name: matrix.detach().to("cpu", copy=True) for name, matrix in one.matrices.items()}
             self.tick()
         if self.rank == 0:
             target = self._config.target
@@ -105,14 +110,23 @@ class Trainer:
             with quiet_transformers(), part.writing(folder / WEIGHTS):
                 self.engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
+            if self._adapter is not None:
+                with part.writing(folder / ADAPTER):
+                    self._adapter.save(folder / ADAPTER, matrices)
             self.tick()
         return part
 
-    def _make_policy(self, source: str, recipe: AlgorithmConfig) -> PolicyModel:
+    def _make_policy(self, checkpoint: Path | None, recipe: AlgorithmConfig) -> PolicyModel:
         trainer = self._config.trainer
         shared = trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3
         device = torch.device("cpu") if shared else self._device  # the whole may be larger than a device
-        model = self._load(source, str(device)).requires_grad_(True)
+        whole = checkpoint if trainer.lora.rank is None else None  # an adapter's base is what the run began with
+        model = self._load(str(whole / WEIGHTS) if whole else self._config.target.model, str(device))
+        if trainer.lora.rank is None:
+            model.requires_grad_(True)
+        else:
+            saved = checkpoint / ADAPTER if checkpoint else None
+            self._adapter = Adapter(model, trainer.lora, saved, self._config.sampling.seed)
         if trainer.gradient_checkpointing:
             recompute_layers(model)
         self.tick()
@@ -127,14 +141,10 @@ class Trainer:
         return load_model(name, device=device, trust_remote_code=trust, max_model_len=longest)
 
 
-def _numel(weight: torch.Tensor) -> int:
-    """Number of elements of a weight, also if ZeRO-3 holds only a share of it."""
-    return int(getattr(weight, "ds_numel", weight.numel()))
-
-
-def _parameters(weights: Sequence[tuple[str, torch.Tensor]]) -> list[torch.nn.Parameter]:
-    """Those of which ranks may hold a share; every rank has whole buffers."""
-    return [weight for _, weight in weights if isinstance(weight, torch.nn.Parameter)]
+def _without(adapter: Adapter, engine: TorchEngine, batch: MicroBatch) -> TokenScores:
+    """Scores of the policy without its adapter: of the initial model."""
+    with adapter.off():
+        return engine.score(batch)
 
 
 # ---- forwards of the policy beside transformers' ----

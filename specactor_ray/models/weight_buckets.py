@@ -31,7 +31,7 @@ from specactor_ray.models.loading import (
 from specactor_ray.models.packed_linear import whole_weights
 from specactor_ray.models.probe import probe_of
 
-T = TypeVar("T", bound=torch.Tensor)
+T = TypeVar("T")
 _ALIGNMENT = 16
 
 

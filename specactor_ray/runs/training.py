@@ -36,7 +36,7 @@ from specactor_ray.runs.records import METRICS_FILE, drop_repeated
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-_TASKS = "number of tasks"
+_TASKS, _RANK = "number of tasks", "trainer.lora.rank"
 _POSITION = (
     "sampling.seed",
     "data.path",
@@ -182,6 +182,8 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
     settings = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
     if config.trainer.backend is not TrainerBackend.deepspeed:
         del settings["trainer.zero_stage"]
+    lora = settings.pop("trainer.lora")
+    settings |= {f"trainer.lora.{name}": value for name, value in lora.items() if lora["rank"] or name == "rank"}
     if config.trainer.schedule is Schedule.constant:
         del settings["trainer.steps"]
     for key, path in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
@@ -198,6 +200,7 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
 def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to continue, with a ConfigError, if the data's position or the files of the checkpoint would not fit; warn
     by name of all other changes. Keys that are missing in `before`, its settings, are not compared."""
+    before = {_RANK: None, **before}  # those of earlier versions
     changed = {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
     for key in (*_POSITION, _TASKS):
         if key in changed:
@@ -209,6 +212,9 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
     for key in ("trainer.backend", "trainer.ranks", "trainer.zero_stage"):
         if key in changed:
             _refuse(checkpoint, key, *changed[key], "the optimizer's state does not fit")
+    for key in (_RANK, "trainer.lora.alpha", "trainer.lora.targets"):
+        if key in changed:
+            _refuse(checkpoint, key, *changed[key], "the adapter does not fit")
     if AlgorithmName.ppo.value in changed.get("algorithm.name", ()):
         _refuse(checkpoint, "algorithm.name", *changed["algorithm.name"], "only ppo has a value head")
     for key, (old, new) in changed.items():

@@ -222,22 +222,30 @@ def announce(
 
 
 def plan_memory(config: Config) -> dict[str, float]:
-    """Peak memory of each part of the run: estimates in bytes, on the safe side."""
+    """Peak memory of each part of the run: estimates in bytes, on the safe side. ConfigError: the adapter does not fit
+    the model."""
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
     taught = online_drafter(config)
     if taught is not None:
         plan[f"trainer, learning of {taught.method}"] = _held_by_learner(taught, target)
+    trained, held = size, size
+    if trainer.lora.rank is not None:
+        from specactor_ray.models.adapter import adapter_size
+
+        trained = adapter_size(target, trainer.lora)
+        held += trained
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
-    states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * PROCESS_BYTES
+    states = (held + 3 * trained) * _FLOAT32 * 1.0 + trainer.ranks * PROCESS_BYTES
     if trainer.ranks > 1 and trainer.zero_stage < 3:
-        states += (trainer.ranks - 1) * 2 * size * _FLOAT32
+        states += (trainer.ranks - 1) * (held + trained) * _FLOAT32
     plan["trainer, weights, gradients, moments"] = states
     item = ITEM_BYTES[trainer.dtype]
     if item < _FLOAT32:
         plan["trainer, weights as autocast rounds them"] = trainer.ranks * size * item * 1.0
-    if config.algorithm.kl_coef:  # its linear layers are in trainer.dtype, its embedding is not
+    if config.algorithm.kl_coef and trainer.lora.rank is None:
+        # Its linear layers are in trainer.dtype, its embedding is not.
         embedding = int(text.vocab_size) * int(text.hidden_size)
         copies = 1 if trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3 else trainer.ranks
         plan["trainer, reference model"] = copies * (size * item + embedding * (_FLOAT32 - item)) * 1.0

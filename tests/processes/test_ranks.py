@@ -35,7 +35,7 @@ from tests.unit.learner.test_update import make_samples
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 STEPS = 2
-CASES = [(1, "dapo"), (2, "ppo"), (3, "grpo")]
+CASES = [(1, "dapo", None), (2, "ppo", None), (3, "grpo", None), (3, "grpo", 4)]
 RATE, SAME, CLEAR = 0.1, 1e-6, 1e-5
 """Learning rate of plain descent. Largest difference of a weight after it that is rounding. Gradients above the last
 are not, by far."""
@@ -43,13 +43,14 @@ HEAD_WEIGHT = "layers.0.self_attn.q_proj.weight"
 ONLINE = OnlineConfig(where=OnlineWhere.trainer, learning_rate=1e-3, batch_tokens=64, steps_per_version=2, depths=2)
 
 
-def settings(backend: str = "torch", stage: int = 2, algorithm: str = "grpo") -> Config:
+def settings(backend: str = "torch", stage: int = 2, algorithm: str = "grpo", rank: int | None = None) -> Config:
     config = make_config(name=algorithm)
     config.target.model, config.target.dtype = str(tiny_target()), "float32"  # else weights are rounded when exported
     config.trainer.backend = type(config.trainer.backend)(backend)
     config.trainer.zero_stage = stage
     config.trainer.ranks = 1 if backend == "torch" else 2
     config.trainer.micro_batch_tokens = 60
+    config.trainer.lora.rank = rank
     config.trainer.mini_batches = 2
     config.trainer.weight_bucket_mb = 1
     return config
@@ -119,11 +120,12 @@ def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("stage", "algorithm"), CASES)
-def test_two_deepspeed_ranks_have_the_gradients_of_one_process(stage: int, algorithm: str) -> None:
+@pytest.mark.parametrize(("stage", "algorithm", "rank"), CASES)
+def test_two_deepspeed_ranks_have_the_gradients_of_one_process(stage: int, algorithm: str, rank: int | None) -> None:
     """In every optimizer step: what each of them adds to the weights is linear in its gradients."""
     one_heads, two_heads = list[torch.Tensor](), list[torch.Tensor]()
-    one_config, two_config = settings("torch", algorithm=algorithm), settings("deepspeed", stage, algorithm)
+    one_config = settings("torch", algorithm=algorithm, rank=rank)
+    two_config = settings("deepspeed", stage, algorithm, rank)
     one_config.trainer.learning_rate = two_config.trainer.learning_rate = RATE
     one_config.algorithm.kl_coef = two_config.algorithm.kl_coef = 0.1
     one, one_metrics = run(one_config, range(STEPS), None, one_heads, descend)
@@ -229,12 +231,16 @@ def test_every_rank_refuses_a_model_whose_rows_depend_on_others(backend: str, tm
 
 
 @pytest.mark.parametrize(
-    ("backend", "stage"), [("torch", 2), *(pytest.param("deepspeed", s, marks=needs_deepspeed) for s in (2, 3))]
+    ("backend", "stage", "rank"),
+    [
+        ("torch", 2, None),
+        *(pytest.param("deepspeed", s, r, marks=needs_deepspeed) for s in (2, 3) for r in (None, 4)),
+    ],
 )
 def test_a_saved_trainer_goes_on_exactly_and_one_that_cannot_save_goes_on(
-    backend: str, stage: int, tmp_path: Path
+    backend: str, stage: int, rank: int | None, tmp_path: Path
 ) -> None:
-    config = settings(backend, stage, "ppo")
+    config = settings(backend, stage, "ppo", rank)
     config.trainer.dtype = "bfloat16"
     with ForkedRanks(config) as ranks:
         for step in range(2):

@@ -14,6 +14,7 @@ EXTRAS = {
     "integrations/verl": "verl",
     "serve/": "serve",
     "trainer/": "rl",
+    "models/adapter": "rl",
     "learner/deepspeed": "deepspeed",
     "target/vllm": "vllm",
     "cli/simulate.py": "demo",

@@ -16,8 +16,9 @@ from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
+from specactor_ray.models.loading import load_model
 from specactor_ray.runs.records import read_records
-from specactor_ray.runs.training import keep_dtype, open_run
+from specactor_ray.runs.training import compare_settings, keep_dtype, open_run, settings_of
 from specactor_ray.startup.machine import Devices, Machine, devices_of
 from specactor_ray.startup.memory import check_memory, check_turn_of_trainer, settle_caches
 from specactor_ray.startup.mode import settle
@@ -27,6 +28,7 @@ from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 HERE = Machine(16)
+ADAPTED = ["trainer.lora.rank=8", "trainer.lora.targets=[q_proj]"]
 
 
 def settled(tmp_path: Path, *overrides: str) -> Config:
@@ -204,6 +206,20 @@ def test_a_gpu_that_cannot_hold_the_trainers_turn_is_refused(tmp_path: Path) -> 
     assert caches[0] - caches[1] == pytest.approx(1.0), "the trainer's context"
 
 
+def test_the_memory_plan_of_an_adapter(tmp_path: Path) -> None:
+    """Without a second model as the reference, and without gradients and moments of frozen weights. Its targets are
+    checked with it."""
+    size, key = load_model(str(tiny_target())).num_parameters(), "trainer, weights, gradients, moments"
+    whole, adapted = (
+        plan_memory(settled(tmp_path, "algorithm.kl_coef=0.1", *more)) for more in ([], ["trainer.lora.rank=2"])
+    )
+    trained = 2 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 176) * 3)  # in four layers
+    assert whole[key] - adapted[key] == 4 * (3 * size - 4 * trained)
+    assert whole.keys() - adapted.keys() == {"trainer, reference model"}
+    with refused("trainer.lora.targets", "'qproj' matches nothing", "q_proj"):
+        plan_memory(settled(tmp_path, "trainer.lora.rank=2", "trainer.lora.targets=[qproj]"))
+
+
 def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
     """A run with a checkpoint after `steps` and records of one step more."""
     config = settings(tmp_path, "run.name=r", *overrides)
@@ -290,20 +306,35 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
         ("tasks", "data.path", "10"),
         ("algorithm.name=ppo", "algorithm.name", "grpo"),
         ("trainer.backend=deepspeed", "trainer.backend", ""),
+        ("trainer.lora.rank=null", "trainer.lora.rank", "trainer.lora.rank=8"),
+        ("trainer.lora.alpha=8", "trainer.lora.alpha", "32"),
+        ("trainer.lora.targets=[v_proj]", "trainer.lora.targets", "q_proj"),
     ],
 )
 def test_settings_that_a_checkpoint_does_not_fit_are_refused(
     override: str, key: str, named: str, tmp_path: Path
 ) -> None:
-    begin(tmp_path, steps=3)
+    begin(tmp_path, *ADAPTED, steps=3)
     checkpoint = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
-    overrides, tasks = ([override], 10) if override != "tasks" else ([], 11)
+    overrides, tasks = ([*ADAPTED, override], 10) if override != "tasks" else (ADAPTED, 11)
     for how in (["resume=auto", "run.name=r"], [f"resume={checkpoint}", "run.name=second"]):
         with refused(key, named):
             open_run(settings(tmp_path, *overrides, *how), tasks)
     assert not (tmp_path / "runs" / "second").exists()
     records = (tmp_path / "runs" / "r" / "metrics.jsonl").read_text()
     assert records.endswith('{"step": '), "refused before anything was changed"
+
+
+def test_an_adapter_is_not_put_on_weights_that_were_trained_whole(tmp_path: Path) -> None:
+    """Nor on those of a version that had no adapters."""
+    config = begin(tmp_path, steps=3)
+    state = tmp_path / "runs" / "r" / "checkpoints" / "step-000003" / "state.json"
+    saved = json.loads(state.read_text())
+    for known in (saved["settings"], {k: v for k, v in saved["settings"].items() if "lora" not in k}):
+        now = settings_of(from_mapping({"trainer": {"lora": {"rank": 8}}}))
+        with refused("trainer.lora.rank", "trainer.lora.rank=null, or begin a new run from its weights"):
+            compare_settings(state.parent, known, {**now, "data.path": known["data.path"]})
+        compare_settings(state.parent, known, {**settings_of(config), "trainer.lora.rank": None})
 
 
 def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -343,6 +374,10 @@ def test_evaluations_of_a_resumed_run_can_be_compared_with_those_before(
 
 def test_packages_that_are_missing_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _name: None)
-    for section, name, value in (("trainer", "backend", "deepspeed"), ("tracking", "wandb_project", "mine")):
-        with refused(f"{section}.{name}", "not installed"):
-            rules.validate_training(from_mapping({section: {name: value}, "data": {"n": 4}}))
+    for section, values in (
+        ("trainer.backend", {"trainer": {"backend": "deepspeed"}}),
+        ("trainer.lora.rank", {"trainer": {"lora": {"rank": 8}}}),
+        ("tracking.wandb_project", {"tracking": {"wandb_project": "mine"}}),
+    ):
+        with refused(section, "not installed"):
+            rules.validate_training(from_mapping({**values, "data": {"n": 4}}))
