@@ -10,7 +10,6 @@ from dataclasses import asdict
 from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.core.errors import clipped_text
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.runs.rollout import Scores
 from specactor_ray.transport.messages import RequestStats
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 COUNTS = ("skipped", "no_gradient")
 """Numbers of optimizer steps left out."""
 PHASES = ("rollout", "update", "drafter", "sync", "evaluation", "checkpoint")
-_SHOWN, _LONGEST = 3, 60
-"""Number of outputs in the tables of trackers and of the terminal, and most characters of a text in the latter."""
+_SHOWN = 3
+"""Number of outputs in the tables of trackers and of the terminal."""
 
 
 def step_line(record: Mapping[str, Any], steps: int, width: int) -> str:
@@ -113,14 +112,18 @@ def completion_rows(step: int, kind: str, experience: Experience, most: int | No
     ]
 
 
-def shown_rows(rows: Sequence[Mapping[str, Any]], cut: bool = False) -> list[dict[str, str]]:
-    """A table of a few outputs, each of another prompt; with `cut` of one line each."""
+def shown_rows(rows: Sequence[Mapping[str, Any]], width: int = 0) -> list[dict[str, str]]:
+    """A table of a few outputs, each of another prompt; with a `width` on one line each, of the ends of the texts."""
+    most = (width - 24) // 3
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:.3f}"
         text = str(value[-1].get("content") if value and isinstance(value, list) else "" if value is None else value)
-        return clipped_text(text, _LONGEST) if cut else text
+        if width:
+            text = text if text.isprintable() else repr(text)[1:-1]
+            text = text if len(text) <= most else f"…{text[1 - most :]}"
+        return text
 
     chosen = list({row["task"]: row for row in reversed(rows)}.values())[::-1][:_SHOWN]
     return [{name: cell(row[name]) for name in ("reward", "prompt", "text", "answer")} for row in chosen]

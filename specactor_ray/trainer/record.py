@@ -152,7 +152,7 @@ class StepRecorder:
 
     def _show_outputs(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
-            table = make_table(figures.shown_rows(rows, cut=True), text=("prompt", "text", "answer"))
+            table = make_table(figures.shown_rows(rows, self._width), text=("prompt", "text", "answer"))
             self._show(as_text(table, self._width))
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:

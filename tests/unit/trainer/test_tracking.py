@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.config import Config
+from specactor_ray.core.console import as_text, make_table
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.figures import shown_rows
@@ -38,7 +39,11 @@ def test_figures_and_outputs_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     table = shown_rows(rows)
     assert table == [{"reward": "1.000", "prompt": f"{n}?", "text": "a\n|b", "answer": ""} for n in (5, 6, 7)]
-    assert shown_rows(rows, cut=True)[0]["text"] == r"a\n|b" and not shown_rows([])
+    assert shown_rows(rows, 80)[0]["text"] == r"a\n|b" and not shown_rows([])
+    assert shown_rows([{**rows[0], "text": "x" * 80 + "end"}], 80)[0]["text"] == "…" + "x" * 14 + "end"
+    wide = shown_rows([{**rows[0], "prompt": "y" * 99, "answer": "z" * 99, "text": "x" * 99}], 80)
+    assert all(len(line) <= 80 for line in as_text(make_table(wide), 80).split("\n"))
+    assert "1.000" in as_text(make_table(wide), 80)
     with contextlib.ExitStack() as parts:
         store = CheckpointStore(tmp_path / "c", 1, True)
         for tracker in open_trackers(config, TrainingRun(tmp_path, store, TrainState(), None, ()), parts):
