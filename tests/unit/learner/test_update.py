@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,9 @@ def test_the_gap_to_the_rollout_is_measured() -> None:
     exact = [replace(s, rollout_logprobs=before[i, : len(s.output)].numpy().copy()) for i, s in enumerate(samples)]
     exact[0].rollout_logprobs[0] += 0.5
     metrics = PolicyUpdater(engine, make_recipe(settings), settings).update(exact, 0, 0)
-    assert metrics["logprob_gap"] == pytest.approx(0.5 / sum(len(sample.output) for sample in exact), rel=1e-3)
+    tokens = sum(len(sample.output) for sample in exact)
+    assert metrics["logprob_gap_kl"] == pytest.approx((math.exp(-0.5) - 0.5) / tokens, rel=1e-3)
+    assert metrics["logprob_gap"] == pytest.approx(0.5 / tokens, rel=1e-3)
     assert metrics["logprob_gap_max"] == pytest.approx(0.5, rel=1e-4)
 
 
@@ -161,6 +164,72 @@ def test_gradients_that_are_zero_or_whose_squares_are_zero_or_infinite_in_float3
         assert [name for name in ("skipped", "no_gradient") if metrics[name]] == ([left_out] if left_out else [])
         moved = any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
         assert moved == (not left_out) and (metrics["grad_norm"] > 0) == (not left_out)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moves"),
+    [
+        ({"name": "grpo"}, False),
+        ({"name": "dapo", "importance": "sequence"}, False),
+        ({"name": "gspo"}, False),
+        ({"name": "cispo"}, False),
+        ({"name": "grpo", "kl_coef": 0.1}, True),
+        ({"name": "grpo", "entropy_coef": 0.01}, True),
+        ({"name": "ppo"}, True),  # by its value head
+    ],
+    ids=str,
+)
+def test_a_step_without_advantages_moves_the_weights_only_by_what_else_has_a_gradient(
+    algorithm: dict[str, Any], moves: bool
+) -> None:
+    """Neither AdamW's moments nor its weight decay move them, whatever the cut."""
+    settings = config(**algorithm)
+    settings.trainer.micro_batch_tokens, settings.trainer.mini_batches, settings.trainer.epochs = 30, 2, 2
+    settings.trainer.weight_decay = 0.1
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    reference = make_policy(config(name="grpo")) if settings.algorithm.kl_coef else None
+    updater = PolicyUpdater(engine, make_recipe(settings), settings, reference)
+    updater.update(make_samples(), 0, seed=0)
+    before = {name: value.clone() for name, value in engine.policy.state_dict().items()}
+    metrics = updater.update([replace(one, advantage=0.0) for one in make_samples(seed=1)], 1, seed=1)
+    assert metrics["no_gradient"] == (0 if moves else 4) and metrics["skipped"] == 0
+    assert moves == any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
+
+
+def test_advantages_of_tokens_reach_their_tokens() -> None:
+    """Through every cut, with tokens of an environment between them."""
+    sample = make_samples(1, seed=7)[0]
+    own = np.arange(len(sample.output)) % 3 != 1
+    own[-1] = True
+    values = np.arange(1.0, own.sum() + 1)
+    batch = collate([make_samples(1)[0], replace(sample, advantage=values, loss_mask=own)], [0, 1])
+    assert batch.advantages[1, : len(own)][torch.tensor(own)].tolist() == values.tolist()
+    assert float(batch.advantages[1].sum()) == values.sum()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "mask"])
+def test_weights_of_what_the_rollout_sampled(level: str) -> None:
+    """One optimizer step: by the scores that it computes anyway, in one forward per micro-batch."""
+    settings, samples = config(name="grpo", importance=level, importance_cap=1.5), make_samples()
+    settings.trainer.micro_batch_tokens = 30
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    with torch.no_grad():
+        trained_by = engine.score(collate(samples, range(len(samples)))).logprobs
+    rng, weights = np.random.default_rng(0), list[float]()
+    for row, sample in enumerate(samples):
+        gap = rng.normal(0.0, 0.3, len(sample.output))
+        ours = trained_by[row, : len(gap)].numpy()
+        samples[row] = replace(sample, rollout_logprobs=(ours - gap).astype(np.float32))
+        ratio = np.exp(gap) if level == "token" else np.full(len(gap), np.exp(gap.sum()))
+        weights += list(ratio * (ratio <= 1.5) if level == "mask" else np.minimum(ratio, 1.5))
+    forwards = []
+    engine.policy.register_forward_hook(lambda *_: forwards.append(1))
+    metrics = PolicyUpdater(engine, make_recipe(settings), settings).update(samples, 0, 0)
+    assert metrics["importance_weight"] == pytest.approx(np.mean(weights), rel=1e-4)
+    assert metrics["importance_ess"] == pytest.approx(
+        np.sum(weights) ** 2 / (len(weights) * np.sum(np.square(weights))), rel=1e-4
+    )
+    assert len(forwards) == len(cut_by_tokens([sample.num_tokens for sample in samples], 30))
 
 
 def test_learning_rate() -> None:

@@ -6,8 +6,10 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specactor_ray.config.load import from_mapping
@@ -39,8 +41,9 @@ class Scripted:
         found = []
         for index in range(len(prompts)):
             for number, text in enumerate(next(self._outputs).split()):
-                error = "lost" if text == "!" else ""
-                found.append(trajectory(range(number + 1), (index, number), text=text, error=error))
+                error, reason = "lost" if text == "!" else "", "length" if number == 3 else "stop"
+                outcome = {"text": text, "error": error, "finish_reason": reason}
+                found.append(trajectory(range(number + 1), (index, number), **outcome))
         for one in found[::-1]:  # in the order in which they ended
             EVENTS.append("ended")
             yield one
@@ -152,6 +155,28 @@ def test_advantages_do_not_depend_on_an_offset_of_the_rewards(name: str) -> None
     for offset in (-1e6, 1e8, 1e12):
         moved = collect([" ".join(str(offset + value) for value in (1, 2, 4, 8))], name=name)
         assert advantages(moved) == expected and moved.zero_variance_groups == 0
+
+
+def test_advantages_are_of_the_whole_step() -> None:
+    """Whitened over all tokens; of tokens by a function, for the own tokens of each output."""
+    found = collect(["1 1 1 1", "0 0 0 4"], name="reinforce_pp")
+    rewards = [
+        reward for reward, tokens in zip([1, 1, 1, 1, 0, 0, 0, 4], [1, 2, 3, 4] * 2, strict=True) for _ in range(tokens)
+    ]
+    expected = [(one - mean(rewards)) / stdev(rewards) for one in (1, 1, 1, 1, 0, 0, 0, 4)]
+    assert advantages(found) == pytest.approx(expected, abs=2e-3) and found.zero_variance_groups == 1
+    own = collect(["1 2 3 4", "1 1 1 1", "5 6 ! !"], advantages="tests.fakes.own_algorithms:by_place").samples
+    places = [(group, place) for group, size in enumerate((4, 4, 2)) for place in range(size)]
+    for sample, (group, place) in zip(own, places, strict=True):
+        assert list(np.asarray(sample.advantage)) == [1000 * group + 100 * place + t for t in range(place + 1)]
+
+
+def test_outputs_that_were_cut_off_are_left_out_after_they_were_compared() -> None:
+    whole = collect(["0 1 0 9", "9 9 0 9"])
+    masked = collect(["0 1 0 9", "9 9 0 9"], mask_truncated=True)
+    assert [len(sample.output) for sample in masked.samples] == [1, 2, 3, 1, 2, 3], "those of 4 tokens were cut off"
+    kept = [one for place, one in enumerate(advantages(whole)) if place % 4 < 3]
+    assert advantages(masked) == kept and masked.rewards == whole.rewards
 
 
 class Maker:
