@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,9 +55,11 @@ output at row i has `lengths[i]` of them and the rest does not count."""
 def rewarded_group(
     recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
 ) -> RewardedGroup:
-    shaped = shaped_rewards(recipe, rewards, lengths, max_tokens)
-    informative = _differ(torch.tensor(rewards, dtype=torch.float64)) and _differ(shaped)
-    return RewardedGroup(shaped, torch.tensor(lengths), informative)
+    """With DAPO's soft overlong punishment (eq. 13): over the last `overlong_buffer` of `max_tokens`, linearly down to
+    -1."""
+    given, tokens, buffer = torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths), recipe.overlong_buffer
+    shaped = given + ((max_tokens - buffer - tokens.double()) / buffer).clamp(-1.0, 0.0) if buffer else given
+    return RewardedGroup(shaped, tokens, _differ(given) and _differ(shaped))
 
 
 def _differ(rewards: torch.Tensor) -> bool:
@@ -69,17 +72,17 @@ def against_group(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> l
     """`A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), without the division
     if not `scale_by_std` (Dr. GRPO). Exactly 0 in groups that are not informative, not the rounding of their mean,
     which a division by a tiny deviation would turn into advantages."""
-    scale = recipe.scale_by_std
-    centred = ((one.rewards - one.rewards.mean()) * one.informative for one in groups)
-    return [a / (one.rewards.std() + _EPS) if scale else a for a, one in zip(centred, groups, strict=True)]
+    divisors = (one.rewards.std() + _EPS if recipe.scale_by_std else 1.0 for one in groups)
+    return [_centred(one) / divisor for one, divisor in zip(groups, divisors, strict=True)]
 
 
 def against_others(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
     """`A_i = r_i - mean of the other rewards of the group` (RLOO section 3.3); 0 as in `against_group`."""
-    return [
-        (one.rewards - one.rewards.mean()) * (len(one.rewards) / (len(one.rewards) - 1) * one.informative)
-        for one in groups
-    ]
+    return [_centred(one) * (len(one.rewards) / (len(one.rewards) - 1)) for one in groups]
+
+
+def _centred(group: RewardedGroup) -> torch.Tensor:
+    return (group.rewards - group.rewards.mean()) * group.informative
 
 
 def against_batch(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
@@ -93,17 +96,11 @@ def against_batch(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> l
     return [(one.rewards - mean) / (variance + 1e-8).sqrt() * differ for one in groups]
 
 
-def none_yet(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
-    """Zeros: the trainer estimates advantages by its value head."""
-    return [torch.zeros_like(one.rewards) for one in groups]
-
-
 def step_advantages(groups: Sequence[RewardedGroup], recipe: AlgorithmConfig) -> list[torch.Tensor]:
     """Advantages by `algorithm.advantages`, checked; `(G,)` or `(G, T)` float64 of each group. ValueError: a function
     of the user returned something else."""
-    name = str(recipe.advantages)
-    function = import_named(name, "algorithm.advantages") if is_named(name) else ADVANTAGES[name]
-    found = [torch.as_tensor(one, dtype=torch.float64) for one in function(groups, recipe)]
+    name, function = str(recipe.advantages), function_of(recipe, "advantages")
+    found = [torch.as_tensor(one, dtype=torch.float64) for one in (function(groups, recipe) if groups else ())]
     if len(found) != len(groups):
         raise ValueError(f"{name} returned advantages of {len(found)} groups, and there are {len(groups)}")
     for advantages, group in zip(found, groups, strict=True):
@@ -137,17 +134,6 @@ def generalized_advantages(
         next_value = torch.where(inside, values[:, t], next_value)
         advantages[:, t] = torch.where(inside, running, 0.0)
     return advantages, (advantages + values) * mask
-
-
-def shaped_rewards(
-    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> torch.Tensor:
-    """`(B,)` float64 rewards with DAPO's soft overlong punishment (eq. 13): over the last `overlong_buffer` of
-    `max_tokens`, linearly down to -1."""
-    shaped, buffer = torch.tensor(rewards, dtype=torch.float64), recipe.overlong_buffer
-    if buffer:
-        shaped += ((max_tokens - buffer - torch.tensor(lengths).double()) / buffer).clamp(-1.0, 0.0)
-    return shaped
 
 
 # ---- losses, per token ----
@@ -212,20 +198,22 @@ def cispo_loss(inputs: LossInputs) -> TokenLoss:
     return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (weight != ratio).float()}
 
 
-ADVANTAGES: Mapping[str, Advantages] = {
+_SHIPPED: Mapping[str, Advantages | Loss] = {
     "group": against_group,
     "leave_one_out": against_others,
     "batch": against_batch,
-    "values": none_yet,
+    "values": lambda groups, recipe: [torch.zeros_like(one.rewards) for one in groups],  # the trainer estimates them
+    "clip": clip_loss,
+    "sequence_clip": sequence_clip_loss,
+    "cispo": cispo_loss,
 }
-LOSSES: Mapping[str, Loss] = {"clip": clip_loss, "sequence_clip": sequence_clip_loss, "cispo": cispo_loss}
 
 
-def loss_function(recipe: AlgorithmConfig) -> Loss:
-    """The function that `algorithm.loss` names. Raises ConfigError."""
-    name = str(recipe.loss)
-    found: Loss = import_named(name, "algorithm.loss") if is_named(name) else LOSSES[name]
-    return found
+def function_of(recipe: AlgorithmConfig, key: str) -> Any:
+    """The function that `algorithm.advantages` or `algorithm.loss` names. Raises ConfigError if a user's cannot be
+    imported."""
+    name = str(getattr(recipe, key))
+    return import_named(name, f"algorithm.{key}") if is_named(name) else _SHIPPED[name]
 
 
 def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:

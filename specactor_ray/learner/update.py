@@ -13,12 +13,13 @@ from specactor_ray.config.recipes import uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, Importance, TrainerConfig
 from specactor_ray.learner.algorithms import (
+    Loss,
     LossInputs,
+    function_of,
     generalized_advantages,
     importance_weights,
     kl_estimate,
     kl_loss,
-    loss_function,
     token_weights,
     value_loss,
 )
@@ -52,7 +53,8 @@ class PolicyUpdater:
         assert recipe.clip_low is not None and recipe.clip_high is not None  # filled by `make_recipe`
         self._engine, self._recipe, self._config = engine, recipe, config.trainer
         self._max_tokens = config.sampling.max_tokens
-        self._reference, self._policy_loss = reference, loss_function(recipe)
+        self._reference = reference
+        self._policy_loss: Loss = function_of(recipe, "loss")
         self._clips = (recipe.clip_low, recipe.clip_high, recipe.clip_dual)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:

@@ -213,7 +213,8 @@ def _refuse_to_learn_nothing(state: TrainState, config: Config, experience: Expe
     reason, fix = "the loss or the gradient was not finite", "a lower trainer.learning_rate"
     if experience.is_unusable:
         failed = experience.failures
-        reason = f"no sample can be used: {counted_by_kind(failed['reward'] + failed['rollout']) or 'all are empty'}"
+        why = counted_by_kind(failed["reward"] + failed["rollout"]) or "all are empty, or cut off and masked"
+        reason = f"no sample can be used: {why}"
         fix = "reward.functions" if failed["reward"] else "the cause of these failures"
     bad = f"the last {state.bad_steps} steps" if state.bad_steps > 1 else "the last step"
     raise SpecActorError(

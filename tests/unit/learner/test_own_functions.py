@@ -13,7 +13,7 @@ import torch
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.schema import Config
-from specactor_ray.learner.algorithms import LossInputs, cispo_loss, loss_function, rewarded_group, step_advantages
+from specactor_ray.learner.algorithms import LossInputs, cispo_loss, function_of, rewarded_group, step_advantages
 from specactor_ray.trainer.run import prepared
 from tests.refused import refused
 from tests.unit.learner.test_update import config as make_config
@@ -87,5 +87,5 @@ def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     logprobs = torch.randn(2, 3, requires_grad=True)
     values = [torch.randn(2, 3) for _ in range(3)]
     inputs = LossInputs(logprobs, *values, torch.ones(2, 3), torch.zeros(2, 3), 1.0, 1.0, 3.0)
-    losses = [loss(inputs)[0].sum() for loss in (loss_function(recipe), cispo_loss)]
+    losses = [loss(inputs)[0].sum() for loss in (function_of(recipe, "loss"), cispo_loss)]
     torch.testing.assert_close(*(torch.autograd.grad(loss, logprobs)[0] for loss in losses))
