@@ -68,9 +68,9 @@ class RowScorer(Protocol):
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take the rows of an interrupted run, beside which functions of a batch score others of the same prompts."""
 
-    def submit(self, row: Mapping[str, Any]) -> Future[tuple[Any, str]] | None:
-        """Begin to score a row; None for one of a failed request. The result is its `Score`, or None and the reason if
-        there is none."""
+    def submit(self, row: Mapping[str, Any]) -> tuple[list[Any], Future[list[tuple[Any, str]]]] | None:
+        """Take a row; one of a failed request is not scored. Returns the rows that are scored now, if any, and the
+        future of their outcomes: a `Score` each, or None and the reason if there is none."""
 
 
 @dataclass(slots=True)
@@ -304,7 +304,7 @@ def _consume(
     scorer: RowScorer | None,
 ) -> None:
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
-    unscored, scored = dict[Future[tuple[Any, str]], dict[str, Any]](), queue.SimpleQueue[Future[tuple[Any, str]]]()
+    unscored, scored = dict[Future[Any], list[dict[str, Any]]](), queue.SimpleQueue[Future[Any]]()
     if scorer is not None:
         scorer.resume(there)
 
@@ -319,18 +319,19 @@ def _consume(
 
     def keep_scored() -> None:
         future = scored.get()
-        row, (score, problem) = unscored.pop(future), future.result()
-        failed = {"reward_error": problem, "reward": rollout.config.reward.failure_value}
-        keep(row | (failed if problem else asdict(score)))
+        for row, (score, problem) in zip(unscored.pop(future), future.result(), strict=True):
+            failed = {"reward_error": problem, "reward": rollout.config.reward.failure_value}
+            if (row["prompt_index"], row["sample_index"]) not in skip:  # else it is in the file
+                keep(row | (failed if problem else asdict(score)))
 
     with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(rows, skip=skip, encoded=encoded):
             row = trajectory.to_json()
-            if scorer is None or (future := scorer.submit(row)) is None:
+            if scorer is None or trajectory.finish_reason == "error":
                 keep(row)
-            else:
-                unscored[future] = row
-                future.add_done_callback(scored.put)
+            if scorer is not None and (group := scorer.submit(row)):
+                unscored[group[1]] = group[0]
+                group[1].add_done_callback(scored.put)
             while not scored.empty():
                 keep_scored()
         while unscored:

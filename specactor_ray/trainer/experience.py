@@ -26,7 +26,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.rewards import Score, Scoring, reward_sample
+from specactor_ray.trainer.rewards import RewardPool, Score, Scoring, Submitted, reward_sample
 from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
@@ -87,7 +87,7 @@ class Experience:
 
 class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `workers`
-    are `Conversations`, or a `reward_pool`."""
+    are `Conversations`, or a `RewardPool`."""
 
     def __init__(self, config: Config, recipe: AlgorithmConfig, stream: TaskStream, workers: WorkerPool) -> None:
         self._config, self._recipe, self.stream, self._workers = config, recipe, stream, workers
@@ -155,23 +155,25 @@ class ExperienceMaker:
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
         out."""
-        most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
-        scoring = Scoring(self._config.reward, self._workers, n)
+        assert isinstance(self._workers, RewardPool)
+        most, groups = self._config.sampling.max_tokens, list[Submitted]()
+        scoring = Scoring(self._workers, n)
         for one in rollout.stream([task.prompt for task in tasks], sampling, n):
             experience.mark("outputs")
-            sample = reward_sample(tasks[one.prompt_index], one.text, one.token_ids, one.finish_reason, most)
-            is_scored = not one.error and bool(one.token_ids)
-            future = scoring.add(one.prompt_index, one.sample_index, sample if is_scored else None)
             if one.error:
                 experience.failures["rollout"][one.error] += 1
-            elif is_scored:
-                future.add_done_callback(lambda _: experience.mark("rewards"))
-                ended.append((one, future))
-        ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
+            sample = reward_sample(tasks[one.prompt_index], one.text, one.token_ids, one.finish_reason, most)
+            is_scored = not one.error and bool(one.token_ids)
+            if group := scoring.add(one, one.prompt_index, one.sample_index, sample if is_scored else None):
+                group[1].add_done_callback(lambda _: experience.mark("rewards"))
+                groups.append(group)
         begin = SYSTEM.now()
-        outputs = [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
+        scored = list[tuple[Trajectory, Outcome]]()
+        for ended, future in groups:
+            outcomes = SYSTEM.result(future, math.inf)
+            scored += zip(ended, outcomes, strict=True)
         experience.reward_wait_s += SYSTEM.now() - begin
-        return outputs
+        return sorted(scored, key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
 
     def _episodes(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], n: int, experience: Experience

@@ -168,16 +168,12 @@ class _Term:
 
     def values(self, samples: Sequence[RewardSample]) -> list[float | Exception | None]:
         """Value of each output, None if the function does not apply to it, or an error."""
-        if not self.takes_batch:
-            return [_tried(self._value, sample) for sample in samples]
-        found = _tried(self._batch, samples)
-        if isinstance(found, Exception):
-            return [found] * len(samples)
-        return [None if value is None else _tried(self._number, value) for value in found]
+        found = _tried(self._batch, samples) if self.takes_batch else [_tried(self._one, one) for one in samples]
+        return [_tried(self._number, one) for one in (found if isinstance(found, list) else [found] * len(samples))]
 
-    def _value(self, sample: RewardSample) -> float:
+    def _one(self, sample: RewardSample) -> Any:
         if not self._is_verl:
-            return self._number(_awaited(self._function(sample)))
+            return _awaited(self._function(sample))
         columns = sample.metadata
         value = self._called(
             data_source=columns.get("data_source", ""),
@@ -185,7 +181,7 @@ class _Term:
             ground_truth=(columns.get("reward_model") or {}).get("ground_truth", sample.answer),
             extra_info=columns.get("extra_info", columns),
         )
-        return self._number(value["score"] if isinstance(value, Mapping) else value)
+        return value["score"] if isinstance(value, Mapping) else value
 
     def _batch(self, samples: Sequence[RewardSample]) -> list[Any]:
         columns = {"answer": samples[0].answer, **samples[0].metadata}  # the same for all outputs of a prompt
@@ -207,17 +203,17 @@ class _Term:
         """Result for those of the arguments that the function takes."""
         parameters = self._signature.parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        taken = {name: arguments[name] for name in arguments if takes_all or name in parameters}
-        try:
-            self._signature.bind(**taken)
-        except TypeError as error:
-            known = ", ".join(sorted(arguments))
-            raise ValueError(f"{self._place}: {error}; it can take {known}, which are columns of the data") from None
-        return _awaited(self._function(**taken))
+        return _awaited(
+            self._function(**{name: arguments[name] for name in arguments if takes_all or name in parameters})
+        )
 
-    def _number(self, value: Any) -> float:
+    def _number(self, value: Any) -> float | None:
         """A number as float; so are true and false, and arrays and tensors without dimensions. A text is none, also one
         of digits: a function that returns it did not compare anything."""
+        if isinstance(value, Exception):
+            raise value
+        if value is None and self.takes_batch:
+            return None
         plain = value.item() if getattr(value, "shape", None) == () else value
         if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
             raise ValueError(f"{self._place} returned {clipped(value)}, which is no finite number")
@@ -306,41 +302,44 @@ class Scorer:
         return Score(checked_reward(sum(products)), rewards)
 
 
+class RewardPool(WorkerPool):
+    """Processes that score."""
+
+    def __init__(self, config: RewardConfig, workers: int) -> None:
+        super().__init__("reward", config.timeout_s, partial(Scorer, config), workers)
+        self.takes_batch = Scorer(config).takes_batch
+
+    def score(self, samples: Sequence[RewardSample]) -> Future[list[Outcome]]:
+        """Begin to score outputs of one prompt together."""
+        return self._threads.submit(self._scored, samples)
+
+    def _scored(self, samples: Sequence[RewardSample]) -> list[Outcome]:
+        outcomes, problem = self._answer(samples, len(samples))
+        return [(None, problem)] * len(samples) if problem else outcomes
+
+
+Submitted = tuple[list[Any], Future[list[Outcome]]]
+"""Outputs of one prompt, and the future of their outcomes: a `Score` each, or None and the reason if there is none."""
+
+
 class Scoring:
-    """Scores outputs as they end, in the processes of a `reward_pool`. For a function of a batch, outputs of a prompt
-    are scored together once all `n` have ended, in their order: a score does not depend on the time of ends."""
+    """Scores outputs as they end. For a function of a batch, outputs of a prompt are scored together once all `n` have
+    ended, in their order: a score does not depend on the time of ends."""
 
-    def __init__(self, config: RewardConfig, pool: WorkerPool, n: int) -> None:
-        self._pool, self.size = pool, n if Scorer(config).takes_batch else 1
+    def __init__(self, pool: RewardPool, n: int) -> None:
+        self._pool, self.size = pool, n if pool.takes_batch else 1
         """Number of outputs that are scored together."""
-        self._groups = defaultdict[int, dict[int, tuple[RewardSample | None, Future[Outcome]]]](dict)
+        self._groups = defaultdict[int, dict[int, tuple[Any, RewardSample | None]]](dict)
 
-    def add(self, prompt: int, number: int, sample: RewardSample | None) -> Future[Outcome]:
-        """Begin to score an output of a prompt, with its number; `sample` is None if there is none to score. The
-        result is a `Score`, or None and the reason if there is none."""
-        group, future = self._groups[prompt], Future[Outcome]()
-        group[number] = (sample, future)
+    def add(self, output: Any, prompt: int, number: int, sample: RewardSample | None) -> Submitted | None:
+        """Take an output of a prompt, with its number; `sample` is None if there is none to score. Returns the outputs
+        that are scored now, if any."""
+        group = self._groups[prompt]
+        group[number] = (output, sample)
         if len(group) < self.size:
-            return future
-        if scored := [pair for _, pair in sorted(self._groups.pop(prompt).items()) if pair[0] is not None]:
-            whole = self._pool.submit([one for one, _ in scored], len(scored))
-            whole.add_done_callback(partial(_hand_out, [waiting for _, waiting in scored]))
-        return future
-
-
-def _hand_out(futures: Sequence[Future[Outcome]], whole: Future[Outcome]) -> None:
-    """Give each output of a group its own outcome."""
-    for index, future in enumerate(futures):
-        try:
-            outcomes, problem = whole.result()
-            future.set_result((None, problem) if problem else outcomes[index])
-        except BaseException as error:  # noqa: BLE001 - of a pool that was closed; the caller gets it
-            future.set_exception(error)
-
-
-def reward_pool(config: RewardConfig, workers: int) -> WorkerPool:
-    """Processes that score: outputs of a prompt → an `Outcome` with a `Score` each; see `Scoring`."""
-    return WorkerPool("reward", config.timeout_s, partial(Scorer, config), workers)
+            return None
+        there = [(one, found) for _, (one, found) in sorted(self._groups.pop(prompt).items()) if found is not None]
+        return ([one for one, _ in there], self._pool.score([found for _, found in there])) if there else None
 
 
 def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) -> None:
@@ -359,16 +358,15 @@ def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) ->
     if not own:
         return
     reasons, most = Counter[str](), config.sampling.max_tokens
-    with reward_pool(config.reward, 1) as scorers:
+    with RewardPool(config.reward, 1) as pool:
         for task in tasks:
-            scoring = Scoring(config.reward, scorers, len(_MADE_UP))
             texts = [text or task.answer or "Yes." for text in _MADE_UP]
             made_up = [reward_sample(task, text, range(8), "stop", most) for text in texts]
-            for future in [scoring.add(0, number, sample) for number, sample in enumerate(made_up)]:
-                _, problem = SYSTEM.result(future, math.inf)
-                if not problem:
+            for samples in [made_up] if pool.takes_batch else [[one] for one in made_up]:
+                problems = [problem for _, problem in SYSTEM.result(pool.score(samples), math.inf)]
+                if "" in problems:
                     return
-                reasons[problem] += 1
+                reasons.update(problems)
     problem = f"{own} gave no reward to made-up outputs for the first tasks: {counted_by_kind(reasons)}."
     if config.reward.failure_value is None:
         raise ConfigError(_KEY, problem, f"{_FORMS}.")
@@ -378,8 +376,8 @@ def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) ->
 class RolloutScorer:
     """A `RowScorer`: scores a rollout's rows. The answer is the column `data.answer_key`."""
 
-    def __init__(self, config: Config, pool: WorkerPool) -> None:
-        self._config, self._scoring = config, Scoring(config.reward, pool, config.data.n)
+    def __init__(self, config: Config, pool: RewardPool) -> None:
+        self._config, self._scoring = config, Scoring(pool, config.data.n)
 
     def check(self, rows: Sequence[Any]) -> None:
         tasks = [self._task(*split_row(row), f"prompt {number}") for number, row in enumerate(rows, start=1)]
@@ -391,12 +389,11 @@ class RolloutScorer:
             if there[row["prompt_index"]] < self._scoring.size:
                 self.submit(row)
 
-    def submit(self, row: Mapping[str, Any]) -> Future[Outcome] | None:
+    def submit(self, row: Mapping[str, Any]) -> Submitted | None:
         task, most = self._task(row["prompt"], row.get("columns", {}), "the row"), self._config.sampling.max_tokens
         sample = reward_sample(task, row["text"], row["token_ids"], row["finish_reason"], most)
-        has_failed = row["finish_reason"] == "error"
-        future = self._scoring.add(row["prompt_index"], row["sample_index"], None if has_failed else sample)
-        return None if has_failed else future
+        is_scored = row["finish_reason"] != "error"
+        return self._scoring.add(row, row["prompt_index"], row["sample_index"], sample if is_scored else None)
 
     def _task(self, prompt: Any, columns: Mapping[str, Any], place: str) -> Task:
         key = self._config.data.answer_key
@@ -410,6 +407,5 @@ def row_scorer(config: Config) -> Iterator[RolloutScorer | None]:
     if not config.reward.functions:
         yield None
         return
-    Scorer(config.reward)
-    with reward_pool(config.reward, config.reward.workers) as pool:
+    with RewardPool(config.reward, config.reward.workers) as pool:
         yield RolloutScorer(config, pool)

@@ -36,7 +36,7 @@ from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.evaluation import evaluation_tasks, hold_out
 from specactor_ray.trainer.record import StepRecorder
-from specactor_ray.trainer.rewards import Scorer, check_rewards, reward_pool
+from specactor_ray.trainer.rewards import RewardPool, Scorer, check_rewards
 from specactor_ray.trainer.steps import Training, Watch
 
 if TYPE_CHECKING:
@@ -122,9 +122,10 @@ def _train(
             rollout.wake()
         parts.enter_context(record.open(rollout))
         if config.environment.name is None:
-            workers = parts.enter_context(reward_pool(config.reward, config.reward.workers))
+            workers: RewardPool | Conversations = RewardPool(config.reward, config.reward.workers)
         else:
-            workers = parts.enter_context(Conversations(config, _tokenizer(config.target), resolved.context))
+            workers = Conversations(config, _tokenizer(config.target), resolved.context)
+        parts.enter_context(workers)
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
         evaluate = maker.evaluate if stream.held_out else None
         rollout, maker = parts.enter_context(beside(rollout, maker))

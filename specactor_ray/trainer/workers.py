@@ -67,9 +67,9 @@ class WorkerPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, request: Any, times: int = 1) -> Future[Outcome]:
-        """Begin a request when a process is free. Its time limit is `times` the pool's."""
-        return self._threads.submit(self._answer, request, times)
+    def submit(self, request: Any) -> Future[Outcome]:
+        """Begin a request when a process is free."""
+        return self._threads.submit(self._answer, request)
 
     def close(self) -> None:
         """Kill the processes, without waiting for running requests. Idempotent."""
@@ -77,7 +77,8 @@ class WorkerPool:
             process.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _answer(self, request: Any, times: int) -> Outcome:
+    def _answer(self, request: Any, times: int = 1) -> Outcome:
+        """Execute a request, with `times` the time limit."""
         process = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):

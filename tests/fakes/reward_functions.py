@@ -49,6 +49,10 @@ def hangs(sample: RewardSample) -> float:
             continue
 
 
+def batch_hangs(completions: list[str]) -> list[float]:
+    return [hangs(RewardSample("p", text, "x")) for text in completions]
+
+
 def dies(sample: RewardSample) -> float:
     """Its process is killed, as by the kernel when memory is short, until `times` files lie in the folder `marks`."""
     marks = Path(sample.metadata["marks"])

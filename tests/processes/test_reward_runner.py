@@ -17,7 +17,7 @@ from specactor_ray.config.training_schema import RewardConfig, RewardFunctionCon
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
-from specactor_ray.trainer.rewards import RewardSample, Scoring, reward_pool
+from specactor_ray.trainer.rewards import RewardPool, RewardSample
 from specactor_ray.trainer.workers import Outcome
 from tests.fakes.reward_functions import raises_on_even_length
 
@@ -36,11 +36,10 @@ def config(name: str, **values: float | None) -> RewardConfig:
 
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
     section = config(name, **values)
-    with reward_pool(section, section.workers) as pool:
-        scoring = Scoring(section, pool, len(what))
-        futures = [scoring.add(0, number, one) for number, one in enumerate(what)]
-        outcomes = [SYSTEM.result(future, math.inf) for future in futures]
-    return [(score and score.reward, problem) for score, problem in outcomes]
+    with RewardPool(section, section.workers) as pool:
+        groups = [what] if pool.takes_batch else [[one] for one in what]
+        outcomes = [SYSTEM.result(future, math.inf) for future in [pool.score(group) for group in groups]]
+    return [(score and score.reward, problem) for group in outcomes for score, problem in group]
 
 
 def await_that(holds: Callable[[], bool]) -> None:
@@ -68,6 +67,7 @@ TOO_LONG = "took longer than reward.timeout_s (0.2 s)"
     [
         ("raises_on_even_length", [(1.0, ""), (None, f"RuntimeError: even (reward_functions.py, line {EVEN})")]),
         ("hangs", [(None, TOO_LONG)] * 2),
+        ("batch_hangs", [(None, "took longer than reward.timeout_s (0.2 s x 4)")] * 2),
         ("uses_processes", [(3.0, "")] * 2),
         ("asks_ray", [(0.0, "")] * 2),
     ],
@@ -76,7 +76,7 @@ def test_what_fails_costs_its_own_sample_only(
     function: str, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which a function does not get
-    timeout_s = 0.2 if function == "hangs" else PATIENCE_S
+    timeout_s = 0.2 if "hangs" in function else PATIENCE_S
     assert score(function, samples(4), timeout_s=timeout_s) == 2 * outcomes
 
 

@@ -179,12 +179,9 @@ class TestRun:
         more = [replace(trajectory(index), sample_index=1) for index in (1, 0)]
         outcome = self.run(*more, reward=reward, n=2, resume="auto")
         found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
-        assert {(row["prompt_index"], row["sample_index"]): row.get("reward") for row in found} == {
-            (0, 0): None,
-            (1, 0): None,
-            (1, 1): 1004.0,
-            (0, 1): 2104.0,
-        }
+        rewards = [(row["prompt_index"], row["sample_index"], row.get("reward")) for row in found]
+        assert rewards[:2] == [(0, 0, None), (1, 0, None)], "those of the interrupted run are there once, as they were"
+        assert sorted(rewards[2:]) == [(0, 1, 2104.0), (1, 1, 1004.0)]
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()

@@ -20,8 +20,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
-from specactor_ray.trainer.rewards import RewardSample, Scorer
-from specactor_ray.trainer.workers import Outcome, answer
+from specactor_ray.trainer.rewards import RewardPool, RewardSample, Scorer
+from specactor_ray.trainer.workers import Outcome
 from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
@@ -49,16 +49,17 @@ class Scripted:
             yield one
 
 
-class InProcess:
+class InProcess(RewardPool):
     """Scores as a reward process does, in this one."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config.reward, 1)
         self._config = config.reward
 
-    def submit(self, samples: Sequence[RewardSample], times: int) -> Future[Outcome]:
+    def score(self, samples: Sequence[RewardSample]) -> Future[list[Outcome]]:
         EVENTS.append("scored")
-        future = Future[Outcome]()
-        future.set_result(answer(Scorer(self._config), samples))
+        future = Future[list[Outcome]]()
+        future.set_result(Scorer(self._config)(samples))
         return future
 
 
