@@ -140,7 +140,7 @@ class Conversations(WorkerPool):
         return episode.trajectory(decoded(self._tokenizer, episode.output))
 
     async def _run(self, rollout: Any, episodes: Sequence[Episode]) -> None:
-        room = asyncio.Semaphore(rollout.queue.max_waiting // 2)  # an evaluation may run beside a rollout ahead
+        room = asyncio.Semaphore(max(rollout.queue.max_waiting // 2, 1))  # an evaluation may run beside a rollout ahead
 
         async def play(episode: Episode) -> None:
             async with room:
