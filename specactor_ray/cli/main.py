@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,14 +23,8 @@ from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.live import scale, status
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
 from specactor_ray.cli.plan import plan
-from specactor_ray.cli.report import (
-    alarm_lines,
-    config_keys_table,
-    ladder_table,
-    reason_lines,
-    rollout_table,
-    training_table,
-)
+from specactor_ray.cli.report import config_keys_table
+from specactor_ray.cli.run_report import report, show_rollout, show_training
 from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
@@ -100,18 +92,7 @@ def rollout(
 
     with row_scorer(settings) as scorer:
         outcome = run_rollout(settings, progress, scorer)
-    console = make_console()
-    console.print(rollout_table(outcome.summary, verbose))
-    if verbose and (ladder := ladder_table(outcome.summary["actors"])) is not None:
-        console.print(ladder)
-    counts = outcome.summary["trajectories"]
-    alarms = alarm_lines(outcome.summary["drafters"])
-    for line in (*reason_lines(counts["failures"]), *alarms):
-        say(console, line)
-    if Path(outcome.summary["output"]).exists():
-        say(console, f"trajectories: {outcome.summary['output']}")
-    say(console, f"summary and configuration: {outcome.folder.resolve()}")
-    say(console, f"drafts: {outcome.summary['drafts']}")
+    show_rollout(make_console(), outcome.summary, outcome.folder, verbose)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -119,15 +100,16 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Train the target on the tasks of data.path with reinforcement learning; writes metrics and checkpoints."""
     settings, progress = load_settings(config_file, overrides)
     with signals_deferred():
+        from specactor_ray.cli.run_files import read_run
         from specactor_ray.trainer.run import train as run_training
 
     outcome = run_training(settings, progress)
     more = "; the same command with resume=auto continues" if outcome.status == "interrupted" else ""
     console = make_console()
-    console.print(training_table(outcome.summary))
-    if (best := outcome.summary["results"]["best_checkpoint"]) is not None:
-        use = f"specactor rollout target.model={shlex.quote(best)}/weights data.path=PROMPTS.jsonl"
-        say(console, f"the best checkpoint: {use}")
+    try:
+        show_training(console, read_run(outcome.folder, outcome.summary))
+    except InputError as problem:  # no step has ended, or its file was damaged meanwhile
+        say(console, str(problem))
     say(console, f"{outcome.status}: {outcome.summary['steps']} steps; results: {outcome.folder}{more}")
     raise typer.Exit(outcome.exit_code)
 
@@ -158,7 +140,7 @@ def serve(
     run_server(settings, host, port, model_name, progress)
 
 
-for command in (demo, init, doctor, config, rollout, train, serve, status, scale, plan):
+for command in (demo, init, doctor, config, rollout, train, report, serve, status, scale, plan):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")

@@ -57,27 +57,110 @@ def _reward_rows(rewards: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
         yield ", ".join(passes), ", ".join(f"{value:.1%}" for value in passes.values())
 
 
-def training_table(summary: Mapping[str, Any]) -> Table:
+def training_table(name: str, results: Mapping[str, Any], totals: Mapping[str, Any], steps: str) -> Table:
     """What a training run came to."""
-    found = summary["results"]
-
-    def number(name: str, form: str) -> str:
-        return "-" if found[name] is None else form.format(found[name])
-
-    reward = ", ".join(f"{number(f'{which}_reward', '{:.3f}')} {which}" for which in ("first", "last", "best"))
-    evaluations = ", ".join(
-        f"{found[key]['mean']:.3f} {which} (step {found[key]['step']})"
-        for which in ("first", "last", "best")
-        if found[key := f"{which}_evaluation"] and found[key]["mean"] is not None
-    )
+    drafted, seconds = totals["drafters"], totals["seconds"]
+    phases = sorted((item for item in seconds.items() if item[0] != "step" and item[1]), key=lambda item: -item[1])
+    whole = max(seconds["step"], 1e-9)
     figures = (
-        ("reward", f"{reward} (step {number('best_step', '{}')}); means of the training samples of a step"),
-        *([("evaluation", f"{evaluations}; mean rewards of held-out prompts")] if evaluations else ()),
-        ("tokens/s", number("tokens_per_s", "{:.1f}")),
-        ("acceptance length", number("acceptance_length", "{:.2f} tokens per request and step")),
-        ("rollout", number("rollout_share", "{:.0%} of the time of a step")),
+        ("steps", steps),
+        ("reward", f"{_first_last_best(results)}; means of the training samples of a step"),
+        *_evaluation_rows(results),
+        ("tokens/s", _number(results["tokens_per_s"], "{:.1f} of a rollout")),
+        ("acceptance length", _number(results["acceptance_length"], "{:.2f} tokens per request and step")),
+        *([("drafts right", _right_by_method(drafted))] if drafted else ()),
+        ("rollout", _number(results["rollout_share"], "{:.0%} of the time of a step")),
+        ("seconds", ", ".join(f"{phase} {value:,.0f} ({value / whole:.0%})" for phase, value in phases)),
     )
-    return figures_table(f"train {summary['run']} ({summary['status']})", figures)
+    return figures_table(f"train {name}", figures)
+
+
+def _number(value: float | None, form: str = "{:.3f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _first_last_best(results: Mapping[str, Any]) -> str:
+    reward = ", ".join(f"{_number(results[f'{which}_reward'])} {which}" for which in ("first", "last", "best"))
+    return f"{reward} (step {_number(results['best_step'], '{}')})"
+
+
+def _evaluation_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Mean reward of the first, last and best evaluation, and its pass@k of the largest k."""
+    found = {which: one for which in ("first", "last", "best") if (one := results[f"{which}_evaluation"])}
+    ranked = sorted({name for one in found.values() for name in one if name.startswith("pass@")}, key=_number_behind)
+    for name in ("mean", *ranked[-1:]):
+        cells = [
+            f"{one[name]:.3f} {which} (step {one['step']})" for which, one in found.items() if one.get(name) is not None
+        ]
+        if cells:
+            about = "; mean rewards of held-out prompts" if name == "mean" else ""
+            yield f"evaluation{'' if name == 'mean' else f', {name}'}", ", ".join(cells) + about
+
+
+def _number_behind(name: str) -> int:
+    """4 for `pass@4`."""
+    return int(name.partition("@")[2])
+
+
+def _right_by_method(counts: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(
+        f"{method} {_share(accepted / max(drafted, 1), drafted)} of {drafted:,}"
+        for method, (drafted, accepted) in counts.items()
+    )
+
+
+def trainings_table(rows: Iterable[tuple[str, str, int, Mapping[str, Any]]]) -> Table:
+    """Several training runs side by side: name, status, number of steps and results of each."""
+    found = [
+        {
+            "run": name,
+            "status": status,
+            "steps": str(steps),
+            "reward first, last, best": ", ".join(
+                _number(results[f"{which}_reward"]) for which in ("first", "last", "best")
+            ),
+            "evaluation last, best": ", ".join(
+                _number((results[f"{which}_evaluation"] or {}).get("mean")) for which in ("last", "best")
+            ),
+            "tokens/s": _number(results["tokens_per_s"], "{:.1f}"),
+            "acc. length": _number(results["acceptance_length"], "{:.2f}"),
+            "rollout": _number(results["rollout_share"], "{:.0%}"),
+        }
+        for name, status, steps, results in rows
+    ]
+    return make_table(found, "trainings", text=("run", "status"), caption="rollout: share of the time of a step.")
+
+
+_BAR = 48
+"""Characters of a bar of a whole step."""
+
+
+def timeline_table(record: Mapping[str, Any]) -> Table:
+    """Phases of a step as bars over its time, in the order of their begin."""
+    spans = sorted(record["timeline"].items(), key=lambda item: item[1])
+    first, last = min(begin for _, (begin, _) in spans), max(end for _, (_, end) in spans)
+    scale = _BAR / max(last - first, 1e-9)
+    rows = [
+        {
+            "phase": name,
+            "begins, s": f"{begin:.2f}",
+            "seconds": f"{end - begin:.2f}",
+            f"{first:.1f} to {last:.1f} s": " " * int((begin - first) * scale)
+            + "=" * max(round((end - begin) * scale), 1),
+        }
+        for name, (begin, end) in spans
+    ]
+    return make_table(rows, f"step {record['step']}", text=("phase", [*rows[0]][-1]))
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The curve of these values in a line of at most `width` characters, each the mean of as many values."""
+    step = max(len(values) / width, 1.0)
+    count = min(len(values), width)
+    parts = [values[int(n * step) : max(int((n + 1) * step), int(n * step) + 1)] for n in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    least, most = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (mean - least) / max(most - least, 1e-9))] for mean in means)
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
@@ -153,10 +236,7 @@ def training_pairs_table(parts: Iterable[Mapping[str, Any]], title: str) -> Tabl
             "step": ratio(one["step"]),
             "share": f"{one['rollout_share']:.0%}",
             "acc. length": f"{one['acceptance_length']:.2f}",
-            "drafts right": ", ".join(
-                f"{method} {_share(accepted / max(drafted, 1), drafted)}"
-                for method, (drafted, accepted) in one["by_method"].items()
-            ),
+            "drafts right": _right_by_method(one["by_method"]),
         }
         for one in parts
     )

@@ -27,6 +27,7 @@ def write_plot(file: Path, *panels: Panel, columns: int = 1, height: float = 3.0
     for axes, panel in zip(places, panels, strict=False):
         axes.set_prop_cycle(color=_COLOURS)
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
         panel(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
