@@ -18,7 +18,7 @@ from specactor_ray.runs.records import EVALUATIONS_FILE, METRICS_FILE
 from specactor_ray.runs.training import CHECKPOINTS
 from specactor_ray.trainer.figures import evaluations_of, results_of, totals_of
 
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 """Errors of figures that are missing in a record, or no figures."""
 
 
@@ -83,7 +83,7 @@ class RunFiles:
     def _config(self, section: str) -> Mapping[str, Any]:
         try:
             found: Mapping[str, Any] = yaml.safe_load(read_foreign(self.folder / CONFIG_FILE))[section]
-        except (OSError, yaml.YAMLError, *_DAMAGE):
+        except (OSError, yaml.YAMLError, *DAMAGE):
             return {}
         return found
 
@@ -108,8 +108,8 @@ def read_run(folder: Path, summary: Mapping[str, Any] | None = None) -> RunFiles
     if summary is None:
         (summary,) = _rows([file], lambda row: row["status"], whole=True) if file.exists() else ({},)
     if metrics.exists():
-        records = list(_rows([metrics], lambda row: (row["step"] + 1, results_of([row]), totals_of([row], {}))))
-        judged = list(_rows([folder / EVALUATIONS_FILE], lambda row: (row["step"] + 1, evaluations_of([row]))))
+        records = list(_rows([metrics], _check_step))
+        judged = list(_rows([folder / EVALUATIONS_FILE], lambda row: row["step"] + (row["mean"] or 0.0)))
         if records:
             return RunFiles(folder, summary, records, judged)
     elif "trajectories" in summary or (not summary and (folder / PARTIAL_FILE).exists()):
@@ -133,11 +133,21 @@ def _rows(files: Sequence[Path], check: Callable[[Any], object], whole: bool = F
             try:
                 row = parse_json(line)
                 check(row)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 place = f"{file}" if whole else f"{file}, line {number},"
                 fix = "remove it" if whole else "remove the line, or continue the run with resume=auto, which drops it"
                 raise InputError(f"{place} is damaged ({type(error).__name__}: {error}). Fix: {fix}") from None
             yield row
+
+
+def _check_step(record: Mapping[str, Any]) -> None:
+    """Raise an error of `DAMAGE` unless the record has the figures that are shown."""
+    train, speed = record["train"], record["speed"]
+    shown = train["reward_mean"], train["length_mean"], speed["acceptance_length"], speed["tokens_per_s"]
+    sum(value or 0.0 for value in (record["step"], record["seconds"]["step"], *shown))
+    totals_of([dict(record)], {})
+    for begin, end in record.get("timeline", {}).values():
+        abs(end - begin)
 
 
 def _is_in_use(folder: Path) -> bool:

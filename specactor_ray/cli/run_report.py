@@ -23,7 +23,7 @@ from specactor_ray.cli.report import (
 from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import refuse_existing, require_folder
+from specactor_ray.core.files import make_folder, refuse_existing
 from specactor_ray.core.signals import signals_deferred
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def report(
     """
     refuse_existing(output, "--output")
     if output is not None:
-        require_folder(output.parent, "--output")
+        make_folder(output.parent, "--output")
     with signals_deferred():
-        from specactor_ray.cli.run_files import find_run, read_run
+        from specactor_ray.cli.run_files import DAMAGE, find_run, read_run
 
     found, console = [read_run(find_run(name, run_dir)) for name in dict.fromkeys(runs)], make_console()
     trainings = [run for run in found if run.records]
@@ -65,7 +65,11 @@ def report(
         raise InputError(f"--step is for one training run, and {len(trainings)} of these runs are such")
     for run in found:
         if run.summary and not run.records:
-            show_rollout(console, run.summary, run.folder, verbose)
+            try:
+                show_rollout(console, run.summary, run.folder, verbose)
+            except DAMAGE as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise InputError(f"{run.folder}: its summary.json is not that of a rollout ({problem})") from None
         elif not run.records:
             say(console, f"rollout {run.name} ({run.status}): {run.trajectories:,} trajectories, and no summary yet")
     if len(trainings) == 1:

@@ -16,6 +16,7 @@ from specactor_ray.cli.report import sparkline
 from specactor_ray.cli.run_files import read_run
 from specactor_ray.cli.training_plot import moving_mean
 from specactor_ray.core.errors import InputError
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import RunLease
 
@@ -54,6 +55,11 @@ def training(folder: Path, steps: int = 30, end: str = "", **changed: Any) -> Pa
     return folder
 
 
+def write_weights(folder: Path) -> None:
+    (folder / "weights").mkdir()
+    (folder / "weights" / "config.json").write_text("{}")
+
+
 def run_report(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -61,12 +67,13 @@ def run_report(*arguments: object) -> Any:
 def test_a_killed_training_has_table_curve_timeline_plot_and_its_best_checkpoint(tmp_path: Path) -> None:
     folder = training(tmp_path / "my runs" / "r", end='{"step": 31, "tra')
     store = CheckpointStore(folder / "checkpoints", 3, True)
-    for step, mean in ((10, 0.5), (20, 0.4)):
-        store.save(TrainState(step, evaluation=mean), lambda partial: (partial / "weights").mkdir())
-    (folder / "checkpoints" / "step-000020" / "state.json").write_text("{")  # a damaged one is no best one
+    for step, mean in ((10, 0.5), (20, 0.4), (30, 0.6)):
+        store.save(TrainState(step, evaluation=mean), write_weights)
+    (folder / "checkpoints" / "step-000030" / "weights" / "config.json").unlink()  # a damaged one is no best one
     done = run_report("r", "--run-dir", folder.parent)
     assert done.exit_code == 0, done.output
-    lines = {line.strip().partition("  ")[0]: line for line in done.stdout.splitlines()}
+    table = done.stdout.partition("reward by step")[0]
+    lines = {line.strip().partition("  ")[0]: line for line in table.splitlines()}
     assert "30 of 60, killed" in lines["steps"]
     assert "0.010 first, 0.300 last, 0.300 best (step 30)" in lines["reward"]
     assert "0.250 first (step 0), 0.400 last (step 20), 0.500 best (step 10)" in lines["evaluation"]
@@ -89,7 +96,7 @@ def test_the_timeline_is_that_of_the_slowest_step_or_of_the_one_that_is_named(tm
     assert output.exists() and not (folder / "training.png").exists()
     bars = run_report(folder, "--step", 3).stdout.splitlines()
     begins = {line.split()[0]: line.index("=") for line in bars if "====" in line}
-    assert begins["update"] - begins["rollout"] == 24 and [line.count("=") for line in bars if "=====" in line][0] == 24
+    assert begins["update"] - begins["rollout"] == 24 and sum(line.count("=") for line in bars) == 48
     for arguments in ((folder, "--step", 9), (folder, training(tmp_path / "s"), "--step", 1)):
         assert isinstance(run_report(*arguments).exception, InputError)
 
@@ -170,7 +177,7 @@ def test_without_matplotlib_or_room_the_tables_stand_alone(tmp_path: Path, monke
 
 def rollout(folder: Path) -> Path:
     folder.mkdir()
-    metrics = {"drafted_tokens": 0, "acceptance_length": 1.0}
+    metrics = RolloutMetrics(drafted_by_position=[], accepted_by_position=[]).to_dict()
     summary = {
         "run": folder.name,
         "status": "complete",
@@ -178,6 +185,7 @@ def rollout(folder: Path) -> Path:
         "metrics": metrics,
         "resumed": 0,
         "tokens": 1234,
+        "discarded_tokens": 0,
         "seconds": 10.0,
         "tokens_per_s": 123.4,
         "fallbacks": [],
@@ -211,6 +219,7 @@ def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path:
         ({"config.yaml": ""}, "r", "has no results: no step of it has ended"),
         ({"summary.json": '{"status": "failed", "error": "no GPU"}'}, "r", "no step of it has ended (no GPU)"),
         ({"summary.json": "{"}, "r", "summary.json is damaged"),
+        ({"summary.json": '{"status": "complete", "trajectories": 3}'}, "r", "summary.json is not that of a rollout"),
         ({"metrics.jsonl": "{}\nx\n"}, "r", "metrics.jsonl, line 1, is damaged (KeyError"),
         ({"metrics.jsonl": json.dumps(record(1)) + "\nx\n"}, "r", "metrics.jsonl, line 2, is damaged (JSONDecodeError"),
         ({"metrics.jsonl": json.dumps(record(1)) + "\n[]\n"}, "r", "line 2, is damaged (TypeError"),
