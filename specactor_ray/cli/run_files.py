@@ -39,7 +39,7 @@ class RunFiles:
 
     @property
     def status(self) -> str:
-        """Of the summary; else `running`, or that it ended without one."""
+        """That of the summary; else `running`, or that it ended without one."""
         return str(self.summary.get("status") or ("running" if _is_in_use(self.folder) else "killed"))
 
     @property
