@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from specactor_ray.config.recipes import make_recipe
 from specactor_ray.learner import engine as engines
-from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.learner.engine import SavedPart, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
 from tests.unit.learner.test_update import config, make_policy, make_samples
