@@ -36,7 +36,7 @@ from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.rollout.trajectory import Trajectory
+    from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
     from specactor_ray.trainer.experience import Experience, ExperienceMaker
     from specactor_ray.transport.messages import WeightSet
 
@@ -58,6 +58,10 @@ class StepPair:
     """Seconds of handing over the step's weights, without their export."""
     stats: RequestStats = field(default_factory=RequestStats)
     """Counters of the drafted outputs."""
+    judged: dict[str, list[int]] = field(default_factory=dict)
+    """Draft method → draft tokens that followed right ones, and those of them that were right."""
+    supplied: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Requests with a draft, summed over steps, and all requests in steps in which drafts were not suspended."""
     longest: int = 0
     """Tokens of the longest output."""
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -108,9 +112,13 @@ class PairedMaker:
         position, skipped = stream.position, stream.skipped
         for way, one in self._rollout.ways(step):
             stream.position, stream.skipped = position, skipped
+            before = one.drafters(), one.metrics()
             begin = time.perf_counter()
             made[way] = self._maker.collect(one, sampling, step)
             seconds[way] = time.perf_counter() - begin - made[way].reward_wait_s
+            if way == DRAFTED:
+                judged = judged_between(before[0], one.drafters())
+                supplied = supplied_of(one.metrics().since(before[1]))
         drafted = made[DRAFTED]
         lengths = [one.num_own_tokens for one in drafted.trajectories]
         self._rollout.pairs.append(
@@ -120,11 +128,32 @@ class PairedMaker:
                 sum(lengths),
                 seconds,
                 stats=RequestStats.total(one.stats for one in drafted.trajectories),
+                judged=judged,
+                supplied=supplied,
                 longest=max(lengths, default=0),
                 differences=differences(_by_place(made[PLAIN]), _by_place(drafted)),
             )
         )
         return drafted
+
+
+def judged_between(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Draft method → tried and right draft tokens of its drafters between two reports (`Rollout.drafters`). New weights
+    begin anew."""
+    known = {(one["id"], one["version"]): one for one in before}
+    found: dict[str, list[int]] = {}
+    for one in after:
+        start = known.get((one["id"], one["version"]), {})
+        sums = found.setdefault(one["method"], [0, 0])
+        for at, name in enumerate(("tried", "right")):
+            sums[at] += one[name] - start.get(name, 0)
+    return found
+
+
+def supplied_of(metrics: RolloutMetrics) -> list[float]:
+    """`StepPair.supplied` by the counters of verifiers."""
+    drafting = 1.0 - metrics.suspended_steps / max(metrics.steps, 1)
+    return [float(metrics.supplied_row_steps), metrics.row_steps * drafting]
 
 
 def _by_place(experience: Experience) -> dict[tuple[int, int], Trajectory]:
@@ -231,6 +260,8 @@ def figures_of(pairs: Sequence[StepPair], records: Sequence[Mapping[str, Any]]) 
                 "drafted_step_s": whole[DRAFTED] + seconds.get("drafter", 0.0),
                 "acceptance_length": (pair.tokens + pair.stats.discarded) / max(pair.stats.steps, 1),
                 "by_method": {method: list(counts) for method, counts in pair.stats.by_method.items()},
+                "judged": pair.judged,
+                "supplied": pair.supplied,
                 "differences": pair.differences,
             }
         )
@@ -251,7 +282,6 @@ def parts_of(steps: Sequence[Mapping[str, Any]], parts: Sequence[int]) -> list[d
         steps_s = {name: sum(one[name] for one in chosen) for name in _SECONDS}
         tokens = sum(one["tokens"] for one in chosen)
         length = sum(one["tokens"] for one in chosen) / sum(one["tokens"] / one["acceptance_length"] for one in chosen)
-        methods = RequestStats.total(RequestStats(by_method=_pairs(one["by_method"])) for one in chosen).by_method
         found.append(
             {
                 "part": part,
@@ -261,7 +291,9 @@ def parts_of(steps: Sequence[Mapping[str, Any]], parts: Sequence[int]) -> list[d
                 "drafted_tokens_per_s": tokens / steps_s["drafted_s"],
                 "rollout_share": steps_s["plain_s"] / steps_s["plain_step_s"],
                 "acceptance_length": length,
-                "by_method": {method: list(counts) for method, counts in methods.items()},
+                "by_method": _summed([one["by_method"] for one in chosen]),
+                "judged": _summed([one["judged"] for one in chosen]),
+                "supplied": [sum(pair) for pair in zip(*(one["supplied"] for one in chosen), strict=True)],
                 "rollout": _ratio(chosen, "plain_s", "drafted_s", length, "rollout"),
                 "step": _ratio(chosen, "plain_step_s", "drafted_step_s", length, "whole steps"),
             }
@@ -277,8 +309,10 @@ def _ratio(steps: Sequence[Mapping[str, Any]], plain: str, drafted: str, length:
     return verdict([(1.0 / one[plain], 1.0 / one[drafted]) for one in steps], length, subject)
 
 
-def _pairs(by_method: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-    return {method: (drafted, accepted) for method, (drafted, accepted) in by_method.items()}
+def _summed(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Sums of two counts by draft method."""
+    methods = dict.fromkeys(method for one in counts for method in one)
+    return {method: [sum(one.get(method, (0, 0))[at] for one in counts) for at in (0, 1)] for method in methods}
 
 
 def write_plot(report: Mapping[str, Any]) -> str:

@@ -43,6 +43,14 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
+    acceptance: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BENCH.JSON",
+            help="Take the skills' means from the last third of this report of specactor bench train.",
+            show_default=False,
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length.")] = False,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
@@ -51,13 +59,15 @@ def run(
     """
     overrides = overrides or []
     with signals_deferred():
-        from specactor_ray.simulation.scenario import load_scenario
+        from specactor_ray.simulation.scenario import load_scenario, measured_skills
 
         # Reports mistakes before Ray and numba are imported; a sweep may set missing keys.
-        load_scenario(config, overrides if sweep is None else ())
+        scenario = load_scenario(config, overrides if sweep is None else ())
+        measured = [] if acceptance is None else measured_skills(acceptance, scenario.skills)
         from specactor_ray.simulation import comparison
         from specactor_ray.simulation.kernel import SimulationError
 
+    overrides = [*measured, *overrides]
     axis = parse_sweep(sweep) if sweep is not None else None
     names = parse_names(compare)
     if quick:
@@ -79,6 +89,8 @@ def run(
         if not report:
             remove_if_empty(*made)
     console = make_console()
+    if measured:
+        say(console, f"measured: {', '.join(measured)}")
     _show(report, console)
     if output is not None:
         with signals_deferred():
@@ -111,6 +123,8 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
     else:
         say(console, point["description"])
         console.print(speed_table(point))
+        if (table := step_table(point)) is not None:
+            console.print(table)
     if point["part"] > 1:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
 
@@ -150,6 +164,25 @@ def speed_table(point: Mapping[str, Any]) -> Table:
         "length: acceptance length, tokens per request and verify step."
     )
     return make_table(rows, "speed", text=("variant",), caption=caption, **_LEFT)
+
+
+def step_table(point: Mapping[str, Any]) -> Table | None:
+    """Parts of a training step of each variant, and its ratio to the baseline; None if the scenario has rollouts
+    alone."""
+    if not any(result["update_s"] for result in point["results"]):
+        return None
+    rows = (
+        {
+            "variant": result["variant"],
+            **{f"{part} s": f"{result[f'{part}_s']:,.1f}" for part in ("rollout", "update", "sync", "step")},
+            "rollout share": f"{result['rollout_s'] / result['step_s']:.0%}",
+            "rollout x": f"{point['ratios'][result['variant']]:.2f}",
+            "step x": f"{point['step_ratios'][result['variant']]:.2f}" + "*" * (result["variant"] == point["baseline"]),
+        }
+        for result in point["results"]
+    )
+    caption = f"* baseline of x: tokens per second and {point['device']}, of rollouts and of whole steps."
+    return make_table(rows, "training step", text=("variant",), caption=caption, **_LEFT)
 
 
 def sweep_table(report: Mapping[str, Any]) -> Table:

@@ -26,6 +26,7 @@ from specactor_ray.simulation.cluster import VirtualRun, silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
+from specactor_ray.simulation.training import training_seconds
 from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, build_world, draw_lengths, num_requests
 from specactor_ray.startup.machine import devices_of
 
@@ -35,7 +36,7 @@ _REPORT_S = 0.5
 """Virtual seconds between reports of progress."""
 _FIGURES = (
     *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
-    *("tokens_per_s_and_device", "ended_s", "events"),
+    *("tokens_per_s_and_device", "ended_s", "events", "update_s", "sync_s", "step_s"),
 )
 """Attributes of a `Result` in reports."""
 
@@ -51,6 +52,9 @@ class Result:
     draft_devices: float
     rollout_s: float = 0.0
     """Virtual seconds."""
+    update_s: float = 0.0
+    sync_s: float = 0.0
+    """Seconds of the other parts of a training step; see `training_seconds`."""
     tokens: int = 0
     ended_s: list[float] = field(default_factory=list)
     """End of each request since the begin of the rollout."""
@@ -66,6 +70,11 @@ class Result:
     @property
     def tokens_per_s_and_device(self) -> float:
         return self.tokens_per_s / max(self.devices, 1)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a training step."""
+        return self.rollout_s + self.update_s + self.sync_s
 
     def to_json(self) -> dict[str, Any]:
         """Figures as plain data."""
@@ -83,6 +92,7 @@ class SimulatedRollouts(VirtualRun):
     def __init__(self, variant: str, scenario: ScenarioConfig) -> None:
         machines, network = scenario.machines, scenario.network
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
+        training_seconds(scenario, 0, 1.0)  # refuses before the rollout
         super().__init__(scenario.config, build_world(scenario), nodes, scenario.seed)
         self.scenario = scenario
         call_s = network.call_ms / 1e3
@@ -124,6 +134,7 @@ class SimulatedRollouts(VirtualRun):
         journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
         self._stream(begin)
         result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
+        result.update_s, result.sync_s = training_seconds(self.scenario, result.tokens, result.devices)
         result.metrics = self.queue.metrics()
         self.shut_down()
         self._done = True
@@ -203,7 +214,13 @@ def _point(path: Path, items: Sequence[str], results: Sequence[Result]) -> dict[
         "device": "GPU" if scenario.config.target.gpus else "core",
         "results": [result.to_json() for result in results],
         "ratios": {one.variant: one.tokens_per_s_and_device / first.tokens_per_s_and_device for one in results},
+        "step_ratios": {one.variant: _tokens_of_a_step(one) / _tokens_of_a_step(first) for one in results},
     }
+
+
+def _tokens_of_a_step(result: Result) -> float:
+    """Tokens per second of a training step and device."""
+    return result.tokens / result.step_s / max(result.devices, 1)
 
 
 def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[str]:

@@ -13,10 +13,11 @@ from typing import Any
 
 from specactor_ray.config.fields import at_least, limited, positive
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN
+from specactor_ray.config.methods import BUILT_IN, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.startup.machine import Devices, Machine, devices_of
 from specactor_ray.startup.mode import settle
@@ -122,6 +123,22 @@ class NetworkConfig:
 
 
 @dataclass
+class TrainingConfig:
+    """The other parts of a training step, on the GPUs of the rollout after it; see `training.py`."""
+
+    utilisation: float = _share(0.0)
+    """Share of the GPUs' peak that the update reaches; 0: there are rollouts alone."""
+    forwards: int = _amount(1, most=10)
+    """Forwards without a gradient over all tokens: 1 for the old log-probabilities, 2 with those of a reference."""
+    recompute: bool = True
+    """Whether the backward computes activations again (gradient checkpointing)."""
+    fixed_s: float = _amount(0.0)
+    """Seconds of a step that do not depend on its tokens: optimizer step, data, the switch of memory."""
+    sync_gb_s: float = positive(50.0)
+    """GB/s at which verifiers get the new weights, all at once."""
+
+
+@dataclass
 class MachinesConfig:
     """Nodes of the cluster."""
 
@@ -155,6 +172,7 @@ class ScenarioConfig:
     """Skills, one for each draft method."""
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     load_s: float = _amount(30.0)
     """Seconds in which an actor loads its model."""
     config: Config = field(default_factory=Config)
@@ -183,6 +201,35 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f"variants.{name}", "is no list of KEY=VALUE items.", f"write {name}: [config.mode=plain].")
     return load_scenario(path, [*items, *overrides])
+
+
+def measured_skills(path: Path, skills: Sequence[SkillConfig]) -> list[str]:
+    """Overrides of skills by the last third of a measured training: the `bench.json` of `specactor bench train`. A mean
+    is the share of right draft tokens among those after right ones; the coverage of a lookup is the share of requests
+    with a draft, if no other method drafted. ConfigError: the file has none of these methods, or cannot be read."""
+    key, fix = "--acceptance", "name the bench.json of specactor bench train, with drafters of the scenario's skills."
+    try:
+        last = parse_json(read_foreign(path.expanduser()))["thirds"][-1]
+        counts = {method: (int(tried), int(right)) for method, (tried, right) in last["judged"].items() if tried}
+        supplied, requests = last["supplied"]
+        means = {method: right / tried for method, (tried, right) in counts.items()}
+        coverage = supplied / requests if means else 0.0
+    except OSError as error:
+        raise ConfigError(key, f"{path} cannot be read ({error.strerror}).", fix) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"{path} has no acceptance ({type(error).__name__}: {error}): it is damaged, or of an older version."
+        raise ConfigError(key, problem, fix) from None
+    items = []
+    for number, skill in enumerate(skills):
+        if skill.method in means:
+            items.append(f"skills.{number}.mean={means[skill.method]:.4f}")
+            if len(means) == 1 and traits(skill.method).looks_up:
+                items.append(f"skills.{number}.coverage={min(coverage, 1.0):.4f}")
+    if not items:
+        measured = ", ".join(means) or "no method"
+        problem = f"{path} measured {measured}, and the scenario has skills of "
+        raise ConfigError(key, problem + ", ".join(skill.method for skill in skills) + ".", fix)
+    return items
 
 
 def _check(scenario: ScenarioConfig) -> None:

@@ -8,16 +8,34 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specactor_ray.bench.train import DRAFTED, PLAIN, StepPair, figures_of, parts_of, run_bench, thirds
+from specactor_ray.bench.train import (
+    DRAFTED,
+    PLAIN,
+    StepPair,
+    figures_of,
+    judged_between,
+    parts_of,
+    run_bench,
+    supplied_of,
+    thirds,
+)
 from specactor_ray.cli.report import training_pairs_table
 from specactor_ray.config.load import from_mapping
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 
 
 def pair(step: int, plain_s: float, drafted_s: float, accepted: int = 50, **changed: Any) -> StepPair:
     stats = RequestStats(100 - accepted, 60, accepted, 0, {"suffix": (60, accepted)})
-    values = {"sync_s": {PLAIN: 1.0, DRAFTED: 2.0}, "stats": stats, **changed}
+    judged = {"suffix": [80, accepted]}
+    values = {
+        "sync_s": {PLAIN: 1.0, DRAFTED: 2.0},
+        "stats": stats,
+        "judged": judged,
+        "supplied": [30.0, 40.0],
+        **changed,
+    }
     return StepPair(step, (step - 1) / 2, 100, {PLAIN: plain_s, DRAFTED: drafted_s}, **values)
 
 
@@ -51,10 +69,24 @@ def test_parts_add_up_and_compare_step_by_step() -> None:
     assert [one["rollout"]["ratio"] for one in parts] == pytest.approx([1.0, 2.0, 2.0])
     assert parts[2]["step"]["ratio"] == pytest.approx((9 + 12) / (4.5 + 13 + 3), abs=1e-4)
     assert parts[0]["by_method"] == {"suffix": [120, 103]}
+    assert parts[0]["judged"] == {"suffix": [160, 103]} and parts[0]["supplied"] == [60.0, 80.0]
     assert parts_of([], []) == []
     console = Console(file=io.StringIO(), width=120)
     console.print(training_pairs_table(parts, "by third"))
     assert "2.00 (2.00 to 2.00)" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_drafters_judged_is_counted_by_method_and_from_new_weights_on_anew() -> None:
+    """Draft tokens after right ones: of two tails of 3, `right, wrong, -` and `right, right, right`, 5, and 4 right."""
+
+    def drafter(name: str, method: str, version: int, tried: int, right: int) -> dict[str, Any]:
+        return {"id": name, "method": method, "version": version, "tried": tried, "right": right}
+
+    before = [drafter("a", "suffix", 0, 10, 3), drafter("b", "eagle", 1, 50, 20)]
+    after = [drafter("a", "suffix", 0, 15, 7), drafter("c", "suffix", 0, 2, 1), drafter("b", "eagle", 2, 6, 3)]
+    assert judged_between(before, after) == {"suffix": [7, 5], "eagle": [6, 3]}
+    counters = RolloutMetrics(steps=20, suspended_steps=5, row_steps=80, supplied_row_steps=45)
+    assert supplied_of(counters) == [45.0, 60.0]
 
 
 @pytest.mark.parametrize(
