@@ -243,7 +243,7 @@ class Controller:
         members, now = list(self._fleet.members.values()), self._clock.now()
         self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
-        self._rests = self._fleet.is_held and self._fleet.is_at_rest
+        self._rests = self._fleet.is_held and self._fleet.is_at_rest(self._weights.is_refused)
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:

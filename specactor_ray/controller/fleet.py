@@ -72,11 +72,12 @@ class Fleet:
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
         return all(serving[key] >= number for key, number in desired.items())
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no member is in its start, and every ready one serves."""
+    def is_at_rest(self, without_service: bool) -> bool:
+        """Whether no member is in its start, and every ready one serves; the latter not `without_service`, as when
+        verifiers wait for weights that they can load."""
         members = self.members.values()
-        return all(one.phase is not Phase.STARTING and (one.serves or one.phase is not Phase.READY) for one in members)
+        starting = any(one.phase is Phase.STARTING for one in members)
+        return not starting and (without_service or all(one.serves for one in members if one.phase is Phase.READY))
 
     def require_room(self) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError

@@ -157,7 +157,7 @@ class WeightSync:
         """Wait until all ready verifiers, at least one, have this version. Returns whether they have. WeightsError: it
         cannot be loaded."""
         with self._changed:
-            self._changed.wait_for(lambda: self._in_place >= version or self._is_refused(), timeout_s)
+            self._changed.wait_for(lambda: self._in_place >= version or self.is_refused, timeout_s)
             if self._in_place < version and self._trials.refusal is not None:
                 raise self._trials.refusal
             return self._in_place >= version
@@ -179,7 +179,7 @@ class WeightSync:
     def is_settled(self) -> bool:
         """Whether no policy weights are in flight to verifiers."""
         current = self._newest.get(VERIFIER)
-        return current is None or self._in_place >= current.version or self._is_refused()
+        return current is None or self._in_place >= current.version or self.is_refused
 
     def update(self, members: Iterable[Member], now: float) -> None:
         """Send missing weights and take the answers that have arrived. Never blocks."""
@@ -192,7 +192,7 @@ class WeightSync:
             # Once it is in place, one that fails is replaced while another one serves.
             if current is not None and not (served and self._in_place == current.version):
                 self._trials.judge({member.actor_id: member.weights[VERIFIER] for member in verifiers})
-                if not self._is_refused() and verifiers and all(map(self._is_current, verifiers)):
+                if not self.is_refused and verifiers and all(map(self._is_current, verifiers)):
                     self._in_place = current.version
                 self._changed.notify_all()
             for member in ready:
@@ -202,7 +202,7 @@ class WeightSync:
         for key, weights in self._newest.items():
             if self._receivers[key] != member.key:
                 continue
-            if key == VERIFIER and self._is_refused():
+            if key == VERIFIER and self.is_refused:
                 member.weights[key].poll(now)
             else:
                 limit_s = UPDATE_TIMEOUT_S + 2 * weights.transfer_s  # they arrive, and are loaded
@@ -215,12 +215,14 @@ class WeightSync:
         member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
         if isinstance(own.error, ActorLostError):
             member.error = own.error
-        elif own.has_failed and member.key == VERIFIER and self._is_refused():
+        elif own.has_failed and member.key == VERIFIER and self.is_refused:
             member.note = str(own.error)
         elif own.has_failed:
             member.error = SpecActorError(f"weights: {own.error}")
 
-    def _is_refused(self) -> bool:
+    @property
+    def is_refused(self) -> bool:
+        """Whether the policy's newest weights are given up."""
         return self._trials.refusal is not None
 
     def _is_current(self, member: Member) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from specactor_ray.config.methods import DrafterSpec, drafter_specs
 from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.config.training_schema import TrainerBackend
 from specactor_ray.core.device import device_bytes
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import footprint
@@ -27,6 +28,8 @@ PROCESS_BYTES = 0.35 * 2**30
 """Memory of Python, torch and Ray in one process."""
 _OFFLOADED = 1 * GIB
 """Bytes that an offloaded rank of the trainer keeps on a shared GPU: its context and the workspaces of its kernels."""
+_BUCKET_ELEMENTS = 500_000_000
+"""Elements of a bucket in which DeepSpeed reduces gradients (`reduce_bucket_size`, its default)."""
 FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
 
 
@@ -122,6 +125,9 @@ def check_turn_of_trainer(config: Config, machine: Machine, plan: Mapping[str, f
         return
     parts = {part: size / config.trainer.ranks for part, size in plan.items() if part.startswith("trainer, ")}
     parts |= {"trainer, context": _OFFLOADED, "a verifier asleep": asleep_bytes(config.target)}
+    if config.trainer.backend is TrainerBackend.deepspeed:  # one for each data type of gradients
+        sizes = {4, ITEM_BYTES[config.trainer.dtype]}
+        parts["trainer, buckets of DeepSpeed"] = float(_BUCKET_ELEMENTS * sum(sizes))
     total, gpu = sum(parts.values()), min(machine.gpu_bytes)
     if total > usable_bytes(gpu):
         items = "; ".join(f"{part}: {gib(size)}" for part, size in parts.items())

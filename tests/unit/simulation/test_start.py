@@ -10,7 +10,7 @@ import pytest
 
 from specactor_ray.controller import fleet
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.core.errors import SpecActorError, UserError
+from specactor_ray.core.errors import SpecActorError, UserError, WeightsError
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun
 from specactor_ray.simulation.models import SimulatedEngine
 from specactor_ray.simulation.network import Node
@@ -143,3 +143,21 @@ def test_no_actor_starts_while_verifiers_sleep_and_their_memory_is_others() -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "sleep", noted)
         assert start.play(then=then) is None
+
+
+def test_verifiers_that_wait_for_other_weights_hold_up_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start()
+
+    def refuse(engine: SimulatedEngine, version: int, state_dict: object) -> None:
+        raise WeightsError("another model's")
+
+    def then() -> None:
+        queue, weights = start.run.queue, WeightSet(1, (start.run.calls.transport.put(b"weights"),))
+        with pytest.raises(WeightsError, match="another model's"):
+            queue.update_weights(weights)
+        before = start.run.clock.now()
+        queue.call_verifiers("sleep", False)
+        assert start.run.clock.now() < before + 10.0
+
+    monkeypatch.setattr(SimulatedEngine, "load_weights", refuse)
+    assert start.play(then=then) is None

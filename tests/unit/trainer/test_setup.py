@@ -14,6 +14,7 @@ import pytest
 
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.training_schema import TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
 from specactor_ray.models.loading import load_model
@@ -197,6 +198,9 @@ def test_a_gpu_that_cannot_hold_the_trainers_turn_is_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"moments: 104\.\d+ GiB.* of 80\.00 GiB are usable") as error:
         check_turn_of_trainer(config, machine, billions)
     assert error.value.key == "trainer.colocate" and "trainer.micro_batch_tokens" in error.value.fix
+    config.trainer.backend = TrainerBackend.deepspeed
+    with pytest.raises(ConfigError, match=r"buckets of DeepSpeed: 2\.79 GiB"):
+        check_turn_of_trainer(config, machine, billions)
     caches = []
     for colocate in (False, True):
         config.trainer.colocate = colocate
