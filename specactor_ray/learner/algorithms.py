@@ -123,17 +123,19 @@ def generalized_advantages(
     take no time: the first token behind them follows the last one before them. Returns the advantages, and the returns
     (advantage + value), 0 where the mask is 0; both float64.
     """
-    rewards, values = rewards.double(), values.double()
-    advantages = torch.zeros_like(rewards)
-    running = torch.zeros_like(rewards[:, 0])
-    next_value = torch.zeros_like(running)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        inside = mask[:, t] > 0
-        delta = rewards[:, t] + next_value - values[:, t]
-        running = torch.where(inside, delta + lam * running, running)
-        next_value = torch.where(inside, values[:, t], next_value)
-        advantages[:, t] = torch.where(inside, running, 0.0)
+    rewards, values, inside = rewards.double(), values.double(), mask > 0
+    order = torch.argsort(~inside, dim=1, stable=True)  # tokens inside first
+    r, v = (torch.where(inside, x, 0.0).gather(1, order) for x in (rewards, values))
+    running, step = r + _later(v, 1) - v, 1
+    while step < running.shape[1]:  # then it has the next `2 * step` terms of the sum
+        running, step = running + lam**step * _later(running, step), 2 * step
+    advantages = torch.where(inside, torch.zeros_like(running).scatter(1, order, running), 0.0)
     return advantages, (advantages + values) * mask
+
+
+def _later(values: torch.Tensor, steps: int) -> torch.Tensor:
+    """The value of each column `steps` columns later; 0 behind the last one."""
+    return torch.nn.functional.pad(values[:, steps:], (0, steps))
 
 
 # ---- losses, per token ----

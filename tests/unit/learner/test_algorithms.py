@@ -50,6 +50,25 @@ def test_generalized_advantages() -> None:
     close(returns, [[0.5, 0.0, 0.75, 1.0], [1.5, 2.0, 0.0, 0.0]])
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
+@pytest.mark.parametrize("width", [1, 2, 63, 1025])
+def test_generalized_advantages_are_those_of_one_token_after_the_other(width: int, lam: float) -> None:
+    torch.manual_seed(width)
+    rewards, values = torch.randn(6, width), torch.randn(6, width)
+    mask = (torch.rand(6, width) < torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0, 1.0])[:, None]).float()
+    mask[-1, width // 2 + 1 :] = 0.0
+    expected = torch.zeros(6, width, dtype=torch.float64)
+    for row in range(6):
+        later, next_value = 0.0, 0.0
+        for t in reversed(range(width)):
+            if mask[row, t]:
+                later = float(rewards[row, t]) + next_value - float(values[row, t]) + lam * later
+                next_value, expected[row, t] = float(values[row, t]), later
+    advantages, returns = generalized_advantages(rewards, values, mask, lam)
+    torch.testing.assert_close(advantages, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(returns, (expected + values) * mask, atol=1e-12, rtol=1e-12)
+
+
 def recipe_of(algorithm: str, **more: Any) -> AlgorithmConfig:
     settings = {
         "algorithm": {"name": algorithm, **more},
