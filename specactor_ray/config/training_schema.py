@@ -268,7 +268,8 @@ class TrainerConfig:
     epochs: int = at_least(1, default=1)
     """Passes over the samples of a step."""
     micro_batch_tokens: int = at_least(1, default=4096)
-    """Most tokens, including padding, in one forward and backward."""
+    """Most tokens in one forward and backward, unless one sample is longer. Padding counts, for models that need it:
+    those with windows, recurrence or convolutions."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Training of an adapter in place of all weights."""
     gradient_checkpointing: bool = False

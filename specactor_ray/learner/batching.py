@@ -57,15 +57,22 @@ class MicroBatch:
         return MicroBatch(*(getattr(self, one.name).to(device) for one in fields(self)))
 
 
-def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together; a longer
-    sample is a group by itself. The longest come first, so that a lack of memory shows at once."""
-    groups: list[list[int]] = []
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int, packed: bool = False) -> list[list[int]]:
+    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together; `packed`:
+    whose sum does, each in the first group with room. A longer sample is a group by itself. The longest come first, so
+    that a lack of memory shows at once."""
+    groups, sizes = list[list[int]](), list[int]()
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(index)
+        first = 0 if packed else max(len(groups) - 1, 0)
+        for number, group in enumerate(groups[first:], first):
+            added = lengths[index if packed else group[0]]
+            if sizes[number] + added <= max_tokens:
+                group.append(index)
+                sizes[number] += added
+                break
         else:
             groups.append([index])
+            sizes.append(lengths[index])
     return groups
 
 
@@ -101,6 +108,6 @@ def collate(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
         targets[row, own] = output[own]
         mask[row, own] = 1.0
         logprobs[row, own] = torch.tensor(sample.rollout_logprobs)[own]
-        rewards[row, own[-1]] = sample.reward
+        rewards[row, own[-1:]] = sample.reward
         advantages[row, own] = torch.as_tensor(sample.advantage, dtype=torch.float32)
     return MicroBatch(input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages)

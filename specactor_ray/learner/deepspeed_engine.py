@@ -112,7 +112,7 @@ class DeepSpeedEngine(TorchEngine):
         self._engine, *_ = deepspeed.initialize(
             model=policy, optimizer=make_optimizer(policy, config, device), config=self._settings
         )
-        self._forward = self._engine
+        self.forward = self._engine
         self._frozen = []
 
     def _share_out(self, model: PolicyModel) -> None:

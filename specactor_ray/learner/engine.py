@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
 from specactor_ray.models.offload import held_by, offload, reload
+from specactor_ray.models.packed_attention import PACKED_NAME, PackedRow
 
 _STATE_FILE = "optimizer.pt"
 
@@ -68,14 +70,18 @@ class TokenScores(NamedTuple):
     """Values of the value head; zeros without one."""
 
 
-Forward = Callable[[MicroBatch], TokenScores]
+Forward = Callable[[MicroBatch, int], TokenScores]
+"""Scores a micro-batch in a number of chunks."""
+CHUNK_TOKENS = 1024
+"""Most positions whose logits exist at once."""
 
 
 class PolicyModel(nn.Module):
     """A transformers causal language model with an optional value head on its last hidden states.
 
-    Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it
-    selects them, so that the model's later operations on its logits still apply.
+    The trunk runs once. The model's own operations behind it, the output layer and what it does with the logits, run
+    on chunks of the positions that predict output tokens, and again in the backward pass, so that there is no array of
+    all tokens by the vocabulary. If the model attends by `PACKED_NAME`, the trunk sees no padding.
 
     The logits are divided by `temperature`, as in the rollout. `entropy_gradient` lets gradients flow through the
     entropy, for an entropy bonus.
@@ -92,40 +98,67 @@ class PolicyModel(nn.Module):
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self._picked: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._states: torch.Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._pick)
 
-    def forward(self, batch: MicroBatch) -> TokenScores:
-        """Score the output tokens of a micro-batch."""
+    @property
+    def packed(self) -> bool:
+        """Whether the samples of a micro-batch form one row without padding."""
+        return bool(self.model.config._attn_implementation == PACKED_NAME)
+
+    def forward(self, batch: MicroBatch, chunks: int = 1) -> TokenScores:
+        """Score the output tokens of a micro-batch, in so many chunks."""
         wanted = batch.mask > 0
-        rows = torch.arange(wanted.shape[0], device=wanted.device)[:, None].expand_as(wanted)
         # Without any output token (an idle rank) one position still runs, so that all ranks do the same work.
         some = wanted
         if not bool(wanted.any()):
             some = torch.zeros_like(wanted)
             some[:, 0] = True
-        self._picked = (rows[some], batch.positions[some])
-        output = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        logits = output.logits[0].float() / self.temperature
-        states, self._states, self._picked = self._states, None, None
-        logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(1, batch.targets[some][:, None])[:, 0]
-        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        output, rows = self._run_trunk(batch)
+        states = output.last_hidden_state.flatten(0, 1)[(rows[:, None] + batch.positions)[some]]
+        parts = zip(states.tensor_split(chunks), batch.targets[some].tensor_split(chunks), strict=True)
+        scored = (functools.partial(self._score, type(output), *part) for part in parts)
+        if chunks > 1:
+            found = [checkpoint(score, use_reentrant=False, preserve_rng_state=False) for score in scored]
+        else:
+            found = [score() for score in scored]
+        chosen, entropy = (torch.cat(values) for values in zip(*found, strict=True))
         values = torch.zeros_like(chosen)
-        if self.value_head is not None and states is not None:
+        if self.value_head is not None:
             values = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         empty = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
         return TokenScores(
             *(torch.where(wanted, empty.masked_scatter(some, value), empty) for value in (chosen, entropy, values))
         )
 
-    def _pick(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        if self._picked is None:
-            return inputs
-        self._states = inputs[0][self._picked]
-        return (self._states[None], *inputs[1:])
+    def _run_trunk(self, batch: MicroBatch) -> tuple[Any, torch.Tensor]:
+        """The trunk's output, and int64 `(B,)` the index of each sample's first position in its rows, one after the
+        other."""
+        trunk, inside = trunk_of(self.model), batch.attention_mask > 0
+        if self.packed:
+            lengths, places = batch.attention_mask.sum(dim=1), batch.attention_mask.cumsum(dim=1) - 1
+            ids = {"input_ids": batch.input_ids[inside][None], "position_ids": places[inside][None]}
+            return trunk(**ids, use_cache=False, packed_row=PackedRow.of(lengths)), lengths.cumsum(0) - lengths
+        output = trunk(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        return output, torch.arange(len(inside), device=inside.device) * inside.shape[1]
+
+    def _score(self, kind: type, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the targets and entropy, `(n,)`, from last hidden states `(n, hidden)`: the model's own
+        forward, with its trunk replaced by a function that returns them as this kind of output."""
+        trunk = trunk_of(self.model)
+        trunk.forward = lambda *args, **kwargs: kind(last_hidden_state=states[None])
+        try:
+            logits = self.model(input_ids=targets[None], use_cache=False).logits[0].float() / self.temperature
+        finally:
+            del trunk.forward
+        logprobs = torch.log_softmax(logits, dim=-1)
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+
+def trunk_of(model: Any) -> Any:
+    """The part of a causal language model that ends with its last hidden states."""
+    trunk = model.get_decoder()
+    return model.model if trunk is model else trunk
 
 
 class TorchEngine:
@@ -135,13 +168,15 @@ class TorchEngine:
         self.policy, self._config, self._tick = policy, config, tick
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
-        self._forward: Forward = functools.partial(in_dtype, policy, self.device, config.dtype)
+        self.forward: Forward = functools.partial(in_dtype, policy, self.device, config.dtype)
         self._optimizer = make_optimizer(policy, config, self.device)
         self._frozen: list[PolicyModel] = []
 
     def score(self, batch: MicroBatch, model: Forward | None = None) -> TokenScores:
         """Forward pass of the policy, or of the model of `frozen`; with gradients unless inside `torch.no_grad`."""
-        scores = (model or self._forward)(batch)
+        # As many chunks in all ranks: ZeRO-3 gathers the output layer for each.
+        most = int(self.over_ranks(batch.mask.count_nonzero(), maximum=True))
+        scores = (model or self.forward)(batch, max(-(-most // CHUNK_TOKENS), 1))
         self._tick()
         return scores
 
@@ -158,12 +193,14 @@ class TorchEngine:
         float32 on the CPU, one per sample. All ranks must call it with the same samples: ZeRO-3 gathers the weights
         over all ranks, for which the forward must be the one that scores samples."""
         states = [torch.empty(0)] * len(samples)
-        for group in cut_by_tokens([sample.num_tokens for sample in samples], self._config.micro_batch_tokens):
+        lengths, packed = [sample.num_tokens for sample in samples], self.policy.packed
+        for group in cut_by_tokens(lengths, self._config.micro_batch_tokens, packed):
             with layer_outputs(self.policy.model, layers) as outputs:
                 self.score(collate(samples, group).to(self.device))
             whole = torch.cat([outputs[layer] for layer in layers], dim=-1).float().cpu()
-            for row, index in enumerate(group):
-                states[index] = whole[row, : samples[index].num_tokens - 1].clone()
+            rows = whole[0].split([lengths[index] for index in group]) if packed else whole
+            for row, index in zip(rows, group, strict=True):
+                states[index] = row[: lengths[index] - 1].clone()
         return states
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -252,7 +289,7 @@ def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[
 def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Inside, the outputs of these decoder layers, `(B, L, hidden)`, are kept in the dictionary."""
     outputs: dict[int, torch.Tensor] = {}
-    modules = model.get_decoder().layers  # type: ignore[operator]
+    modules = trunk_of(model).layers
 
     def keeper(layer: int) -> object:
         def keep(module: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -273,10 +310,10 @@ def autocast(device: torch.device, dtype: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def in_dtype(model: PolicyModel, device: torch.device, dtype: str, batch: MicroBatch) -> TokenScores:
+def in_dtype(model: PolicyModel, device: torch.device, dtype: str, batch: MicroBatch, chunks: int) -> TokenScores:
     """Forward of a model with arithmetic of this type."""
     with autocast(device, dtype):
-        scores: TokenScores = model(batch)
+        scores: TokenScores = model(batch, chunks)
     return scores
 
 

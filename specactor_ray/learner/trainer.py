@@ -20,11 +20,12 @@ from specactor_ray.config.training_schema import AlgorithmConfig, TrainerBackend
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engine import PolicyModel, SavedPart, Tick, TokenScores, TorchEngine
+from specactor_ray.learner.engine import Forward, PolicyModel, SavedPart, Tick, TokenScores, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.adapter import Adapter, policy_weights
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, recompute_layers, wrong_value_errors
+from specactor_ray.models.packed_attention import PACKED_NAME, register
 from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout, grouped, pack
 
@@ -54,7 +55,7 @@ class Trainer:
             tick()
         reference = None
         if config.algorithm.kl_coef and self._adapter is not None:
-            reference = functools.partial(_without, self._adapter, self.engine)
+            reference = functools.partial(_without, self._adapter, self.engine.forward)
         elif config.algorithm.kl_coef:
             kept = PolicyModel(self._load(config.target.model, "cpu"), config.sampling.temperature)
             # Of the policy's architecture, which was compared.
@@ -141,36 +142,40 @@ class Trainer:
         return load_model(name, device=device, trust_remote_code=trust, max_model_len=longest)
 
 
-def _without(adapter: Adapter, engine: TorchEngine, batch: MicroBatch) -> TokenScores:
+def _without(adapter: Adapter, forward: Forward, batch: MicroBatch, chunks: int) -> TokenScores:
     """Scores of the policy without its adapter: of the initial model."""
     with adapter.off():
-        return engine.score(batch)
+        return forward(batch, chunks)
 
 
 # ---- forwards of the policy beside transformers' ----
 
 
 def attend_as_in_eager_mode(policy: PolicyModel) -> None:
-    """Give a loaded policy eager attention if its own form leaves something out: SDPA has no soft cap of scores, and
-    what else differs shows in a comparison, of a sequence alone, beside a longer one and beside a shorter one.
-    ModelLoadError: with eager attention, too, a sequence has other log-probabilities than in transformers."""
-    model = policy.model
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")
-    try:
-        found = _difference(policy)
-        if found and model.config._attn_implementation != "eager":
-            model.set_attn_implementation("eager")
+    """Give a loaded policy the fastest attention that leaves nothing out: in packed rows, else padded by its own form,
+    else eager. SDPA has no soft cap of scores, and what else differs shows in a comparison, of a sequence alone, beside
+    a longer one and beside a shorter one. ModelLoadError: with eager attention, too, a sequence has other
+    log-probabilities than in transformers."""
+    model, found = policy.model, ""
+    register()
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    own = "eager" if capped else model.config._attn_implementation
+    # In 16 bits a few wrong positions, as of a convolution behind another sequence, could pass for rounding.
+    exact = model.dtype == torch.float32
+    for form in (*[PACKED_NAME] * exact, own, "eager"):
+        try:
+            model.set_attn_implementation(form)
             found = _difference(policy)
-    except torch.OutOfMemoryError:
-        raise
-    except wrong_value_errors() as error:
-        found = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if found:
-        raise ModelLoadError(
-            f"{type(model).__name__} does not give the log-probabilities of transformers in a micro-batch of the "
-            f"trainer: {found}. Fix: train another model"
-        )
+        except torch.OutOfMemoryError:
+            raise
+        except wrong_value_errors() as error:
+            found = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if not found:
+            return
+    raise ModelLoadError(
+        f"{type(model).__name__} does not give the log-probabilities of transformers in a micro-batch of the "
+        f"trainer: {found}. Fix: train another model"
+    )
 
 
 def _difference(policy: PolicyModel) -> str:
@@ -201,7 +206,7 @@ def _logprobs(policy: PolicyModel, rows: Sequence[np.ndarray]) -> list[np.ndarra
     ]
     temperature, policy.temperature = policy.temperature, 1.0
     try:
-        scores = policy(collate(samples, range(len(samples))).to(policy.model.device)).logprobs
+        scores = policy(collate(samples, range(len(samples))).to(policy.model.device), chunks=2).logprobs
     finally:
         policy.temperature = temperature
     return [found[: len(row) - 1].cpu().numpy() for found, row in zip(scores, rows, strict=True)]

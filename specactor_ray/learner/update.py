@@ -90,7 +90,8 @@ class PolicyUpdater:
     def _prepare(self, samples: list[Sample]) -> list[_Prepared]:
         """This rank's micro-batches of one mini-batch."""
         engine = self._engine
-        groups = cut_by_tokens([sample.num_tokens for sample in samples], self._config.micro_batch_tokens)
+        lengths = [sample.num_tokens for sample in samples]
+        groups = cut_by_tokens(lengths, self._config.micro_batch_tokens, engine.policy.packed)
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)

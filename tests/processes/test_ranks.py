@@ -21,6 +21,7 @@ from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere, Trai
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.learner import deepspeed_engine
+from specactor_ray.learner import engine as forwards
 from specactor_ray.learner.engine import SavedPart
 from specactor_ray.models.loading import load_model, tied
 from specactor_ray.models.probe import eager_logprobs
@@ -111,6 +112,7 @@ def descend() -> None:
 
     torch.optim.AdamW = Descent
     deepspeed_engine._settings = releasing
+    forwards.CHUNK_TOKENS = 8
 
 
 def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], atol: float) -> None:

@@ -4,6 +4,8 @@ shorter rows, with and without gradient checkpointing; a model of which that is 
 from __future__ import annotations
 
 import copy
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.deepspeed_engine import Rendezvous
-from specactor_ray.learner.engine import PolicyModel, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, TorchEngine, trunk_of
 from specactor_ray.learner.trainer import Trainer, attend_as_in_eager_mode, recompute_layers
 from specactor_ray.models.probe import eager_logprobs
 from tests.families import PROVED, REFUSED, VOCAB_SIZE, make_model, save_model
@@ -32,6 +34,11 @@ NOISY = {
     "vaultgemma": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
 }
 """Family → settings that transformers' training mode, or SDPA, computes otherwise."""
+PADDED = {
+    *(kind for kind, settings in PROVED.items() if "sliding_window" in settings or kind in ("gemma3_text", "afmoe")),
+    *REFUSED,
+} - {"diffllama", "minimax_m3_vl_text", "youtu"}
+"""Families with windows, convolutions, recurrence, or attention of their own: their samples share no row."""
 TRAINED = [kind for kind in (*PROVED, *REFUSED) if kind != "cpmant"]
 """The trainer refuses it, too: `test_ranks.py`."""
 
@@ -43,13 +50,15 @@ def samples() -> list[Sample]:
     return [Sample(p, n, np.zeros(len(n), np.float32), 1.0, 1.0, np.ones(len(n), np.bool_)) for p, n in tokens]
 
 
-def scored(policy: PolicyModel, *groups: list[Sample]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+def scored(
+    policy: PolicyModel, *groups: list[Sample], chunks: int = 1
+) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     """Log-probabilities of each output, and the gradients of their sum."""
     policy.requires_grad_(True).zero_grad()
     found = []
     for chosen in groups:
         batch = collate(chosen, range(len(chosen)))
-        scores = policy(batch).logprobs
+        scores = policy(batch, chunks).logprobs
         scores.sum().backward()
         found += [scores[row].detach().numpy()[batch.mask[row].numpy() > 0] for row in range(len(chosen))]
     gradients = {name: one.grad.clone() for name, one in policy.model.named_parameters() if one.grad is not None}
@@ -60,9 +69,10 @@ def scored(policy: PolicyModel, *groups: list[Sample]) -> tuple[list[np.ndarray]
 def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: str, settings: dict[str, Any]) -> None:
     policy = PolicyModel(make_model(kind, **settings))
     attend_as_in_eager_mode(policy)
+    assert policy.packed == (kind not in PADDED)
     together, gradients = scored(policy, samples())
     recompute_layers(policy.model)
-    again, gradients_again = scored(policy, samples())
+    again, gradients_again = scored(policy, samples(), chunks=5)
     assert not any(module.training for module in policy.model.modules())
 
     plain = PolicyModel(make_model(kind, **settings))
@@ -80,11 +90,81 @@ def test_scores_and_gradients_are_those_of_each_row_alone_in_transformers(kind: 
         torch.testing.assert_close(gradients_again[name], gradients[name], atol=1e-6 * largest, rtol=0)
 
 
+CAPPED = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.5},
+    "minicpm3": {},
+    "llama-tied": {},
+    "gpt2": {},
+}
+"""Family → settings of what it does with its logits."""
+
+
+def holes(sample: Sample, share: float) -> Sample:
+    """Tokens of an environment in between, or, without any of its own, an idle rank's."""
+    mask = np.random.default_rng(len(sample.output)).random(len(sample.output)) < share
+    return replace(sample, loss_mask=mask)
+
+
+def scored_at_once(policy: PolicyModel, batch: MicroBatch) -> list[torch.Tensor]:
+    """`TokenScores` from all logits of transformers."""
+    known: dict[str, torch.Tensor] = {}
+    hook = trunk_of(policy.model).register_forward_hook(lambda _, __, output: known.update(output))
+    logits = policy.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    hook.remove()
+    assert policy.value_head is not None
+    rows, mask = torch.arange(len(logits))[:, None], batch.mask
+    logprobs = torch.log_softmax(logits[rows, batch.positions] / policy.temperature, dim=-1)
+    chosen = logprobs.gather(2, batch.targets[:, :, None])[:, :, 0]
+    entropy = torch.distributions.Categorical(logits=logprobs).entropy()
+    return [
+        x * mask
+        for x in (chosen, entropy, policy.value_head(known["last_hidden_state"])[rows, batch.positions][..., 0])
+    ]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("kind", CAPPED)
+def test_chunks_have_the_scores_and_gradients_of_all_logits_at_once(kind: str, share: float) -> None:
+    """With an entropy bonus and a value head; chunks of one position, and more chunks than positions, too."""
+    model = make_model(kind, **CAPPED[kind]).requires_grad_(True)
+    policy = PolicyModel(model, 0.7, value_head=True, entropy_gradient=True)
+    attend_as_in_eager_mode(policy)
+    with torch.no_grad():
+        policy.value_head.weight.normal_()
+    batch = collate([holes(sample, share) for sample in samples()], range(3))
+    weights, outcomes = torch.randn(3, *batch.mask.shape), []
+    count = int(batch.mask.sum())
+    plain = PolicyModel(make_model(kind, **CAPPED[kind]).requires_grad_(True), 0.7, value_head=True)
+    plain.load_state_dict(policy.state_dict())
+    plain.model.set_attn_implementation("eager")
+    for model, score in [(plain, scored_at_once)] + [
+        (policy, functools.partial(PolicyModel.forward, chunks=chunks))
+        for chunks in (1, 2, 7, max(count, 1), count + 3)
+    ]:
+        model.zero_grad()
+        scores = torch.stack(list(score(model, batch)))
+        (scores * weights).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            torch.testing.assert_close(torch.stack(list(score(model, batch))), scores, atol=1e-5, rtol=1e-5)
+        outcomes.append((scores.detach(), gradients))
+    (expected, gradients), *others = outcomes
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert (largest > 0) == (share > 0)
+    for scores, found in others:
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-4 * largest + 1e-30, rtol=0)
+
+
 @pytest.mark.parametrize(("settings", "temperature"), [({"max_position_embeddings": 5}, 1.0), ({}, 0.01)])
 def test_short_contexts_and_low_temperatures_are_no_difference(settings: dict[str, Any], temperature: float) -> None:
     policy = PolicyModel(make_model("llama", **settings), temperature)
     attend_as_in_eager_mode(policy)
-    assert policy.temperature == temperature and policy.model.config._attn_implementation == "sdpa"
+    assert policy.temperature == temperature and policy.packed
 
 
 def test_the_reference_attends_as_the_policy_does(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share
 from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
+from specactor_ray.models.packed_attention import PACKED_NAME, register
 from tests.tiny import tiny_target
 
 torch.set_num_threads(1)
@@ -37,9 +39,12 @@ def config(**algorithm: object) -> Config:
     return from_mapping(settings)
 
 
-def make_policy(settings: Config) -> PolicyModel:
+def make_policy(settings: Config, packed: bool = False) -> PolicyModel:
     model = load_model(str(tiny_target())).requires_grad_(True)
     recipe = make_recipe(settings)
+    if packed:
+        register()
+        model.set_attn_implementation(PACKED_NAME)
     return PolicyModel(model, settings.sampling.temperature, uses_values(recipe), bool(recipe.entropy_coef))
 
 
@@ -54,8 +59,10 @@ def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:
     return samples
 
 
-def trained(settings: Config, samples: Sequence[Sample], steps: int = 2) -> tuple[dict[str, torch.Tensor], dict]:
-    engine = TorchEngine(make_policy(settings), settings.trainer)
+def trained(
+    settings: Config, samples: Sequence[Sample], steps: int = 2, packed: bool = False
+) -> tuple[dict[str, torch.Tensor], dict]:
+    engine = TorchEngine(make_policy(settings, packed), settings.trainer)
     updater = PolicyUpdater(engine, make_recipe(settings), settings)
     for step in range(steps):
         metrics = updater.update(samples, step, seed=step)
@@ -79,13 +86,21 @@ def test_every_sample_is_in_one_group_that_fits_and_ranks_get_equally_many(
     groups = cut_by_tokens(totals, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     assert all(len(group) == 1 or len(group) * max(totals[index] for index in group) <= budget for group in groups)
+    packed = cut_by_tokens(totals, budget, packed=True)
+    assert sorted(index for group in packed for index in group) == list(range(len(sizes)))
+    sums = [sum(totals[index] for index in group) for group in packed]
+    assert all(len(group) == 1 or total <= budget for group, total in zip(packed, sums, strict=True))
+    assert all(a + b > budget for a, b in itertools.combinations(sums, 2)), "no two would fit into one"
+    assert totals[packed[0][0]] == max(totals)
     shares = share_out(groups, ranks)
     assert len({len(share) for share in shares}) == 1
     assert sorted(group for share in shares for group in share if group) == sorted(groups)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_micro_batches_add_up_to_the_whole(algorithm: str) -> None:
+def test_micro_batches_add_up_to_the_whole(algorithm: str, packed: bool) -> None:
+    """Those that are cut, and are in one row without padding, or padded."""
     samples = make_samples()
     whole = config(name=algorithm, entropy_coef=0.01)
     cut = config(name=algorithm, entropy_coef=0.01)
@@ -93,7 +108,7 @@ def test_micro_batches_add_up_to_the_whole(algorithm: str) -> None:
     for settings in (whole, cut):
         settings.trainer.mini_batches, settings.trainer.epochs = 2, 2
     one, one_metrics = trained(whole, samples)
-    other, other_metrics = trained(cut, samples)
+    other, other_metrics = trained(cut, samples, packed=packed)
     assert one_metrics == pytest.approx(other_metrics, rel=1e-3, abs=1e-4)
     start = make_policy(whole).state_dict()
     moved = sum(float((value - start[name]).square().sum()) for name, value in one.items()) ** 0.5
@@ -241,18 +256,19 @@ def test_learning_rate() -> None:
     assert learning_rate(section, 4) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [20, 4096])
-def test_hidden_states_are_the_models_own(max_tokens: int) -> None:
+def test_hidden_states_are_the_models_own(max_tokens: int, packed: bool) -> None:
     settings, samples = config(name="ppo"), make_samples(5)
     settings.trainer.micro_batch_tokens = max_tokens
-    engine = TorchEngine(make_policy(settings), settings.trainer)
+    engine = TorchEngine(make_policy(settings, packed), settings.trainer)
     layers = engine.policy.model.get_decoder().layers
-    states = engine.hidden_states(samples, (0, 2))
+    states, plain = engine.hidden_states(samples, (0, 2)), make_policy(settings)
     assert not any(layer._forward_hooks for layer in layers), "nothing is left behind"
     for sample, found in zip(samples, states, strict=True):
         ids = torch.tensor(np.concatenate([sample.prompt, sample.output]))[None]
         with torch.no_grad():
-            whole = engine.policy.model(input_ids=ids, output_hidden_states=True).hidden_states
+            whole = plain.model(input_ids=ids, output_hidden_states=True).hidden_states
         expected = torch.cat([whole[1][0, :-1], whole[3][0, :-1]], dim=-1)  # [0] is what enters the first layer
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert engine.hidden_states([], (0,)) == []
