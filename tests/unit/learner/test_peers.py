@@ -33,9 +33,9 @@ class Table(nn.Module):
 
     def __init__(self, start: torch.Tensor) -> None:
         super().__init__()
-        self.logprobs = nn.Parameter(start.clone())
+        self.logprobs, self.packed = nn.Parameter(start.clone()), False
 
-    def forward(self, batch: MicroBatch) -> TokenScores:
+    def forward(self, batch: MicroBatch, chunks: int) -> TokenScores:
         found = self.logprobs[batch.input_ids[:, 0], : batch.mask.shape[1]] * batch.mask
         return TokenScores(found, torch.zeros_like(found), torch.zeros_like(found))
 
