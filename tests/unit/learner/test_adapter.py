@@ -148,6 +148,7 @@ def test_what_is_sent_and_saved_is_the_policy(kind: str, tmp_path: Path) -> None
     plain = load_model(name)
     wrapped = peft.PeftModel.from_pretrained(plain, str(path / ADAPTER))
     assert wrapped.peft_config["default"].base_model_name_or_path == plain.config._name_or_path
+    plain.set_attn_implementation(trainer.engine.policy.model.config._attn_implementation)
     assert torch.equal(score(PolicyModel(plain), some), expected)
 
 
