@@ -14,7 +14,7 @@ PACKED_NAME = "specactor_packed"
 _NOT_COMPUTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
-"""Of flash attention."""
+"""Widest head, in numbers, of the kernel of flash attention."""
 
 
 @dataclass(frozen=True, slots=True)
