@@ -58,13 +58,16 @@ def packed_attention(
     if (kind := _kind_of_kernel(query, value)) is not None:
         from torch.nn.attention.varlen import varlen_attn
 
-        rows = (x[0].transpose(0, 1).to(kind) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1).to(kind) for x in (query, key, value))
         starts, longest = packed_row.starts, max(lengths)
-        causal = {"window_size": (-1, 0), "scale": scaling, "enable_gqa": grouped}
-        return varlen_attn(*rows, starts, starts, longest, longest, **causal)[None], None
-    attend, parts = nn.functional.scaled_dot_product_attention, (x.split(lengths, dim=2) for x in (query, key, value))
-    found = [attend(*one, is_causal=True, scale=scaling, enable_gqa=grouped) for one in zip(*parts, strict=True)]
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+        found: Any = varlen_attn(
+            q, k, v, starts, starts, longest, longest, window_size=(-1, 0), scale=scaling, enable_gqa=grouped
+        )
+        return found[None], None
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    attend: Any = nn.functional.scaled_dot_product_attention
+    outputs = [attend(*one, is_causal=True, scale=scaling, enable_gqa=grouped) for one in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _kind_of_kernel(query: torch.Tensor, value: torch.Tensor) -> torch.dtype | None:
