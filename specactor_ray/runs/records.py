@@ -60,7 +60,7 @@ def drop_repeated(folder: Path, step: int, evaluated: int) -> None:
             continue
         with open(file, "rb") as lines, replacing(file) as new, open(new, "xb") as kept:
             for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     row = parse_json(line.decode())
                     of_evaluation = file.name == EVALUATIONS_FILE or row.get("kind") == EVALUATION
                     if row["step"] <= (evaluated if of_evaluation else step):

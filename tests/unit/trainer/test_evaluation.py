@@ -157,7 +157,7 @@ def test_a_resumed_run_repeats_whole_lines_only(tmp_path: Path) -> None:
     """After step 4, whose evaluation was not made: the last one is that of step 2."""
     for name in ("metrics", "evaluations", "completions"):
         rows = [{"step": step, "kind": kind} for step in (2, 4, 6) for kind in ("train", "evaluation")]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "ki')
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '[1]\n{"step": 2, "')
     drop_repeated(tmp_path, 4, 2)
     kept = read_records(tmp_path / "completions.jsonl")
     assert [(row["step"], row["kind"]) for row in kept] == [(2, "train"), (2, "evaluation"), (4, "train")]
