@@ -169,6 +169,7 @@ def test_deaths_and_drafts_change_nothing_that_is_learnt(
     assert resumed.returncode == 0 and "continues from" in output and " of the time of a step" in output, output
     shown = re.search(r"best checkpoint: specactor rollout target\.model=(\S+)", output)
     assert shown is not None and Path(shown[1], "model.safetensors").is_file()
+    assert (folder / "training.png").is_file()
 
     whole = request.getfixturevalue("learnt")  # with a cluster for this process: there is never more than one
     plain, learnt = records(folder), records(whole)
@@ -205,6 +206,9 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.setattr(Rollout, "update_drafter", update)
         chosen = settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts, *held_out(folder))
         report = run_bench(load_config(None, chosen), None, make_console(sys.stderr))
+    judged = report["thirds"][-1]["judged"]
+    assert set(judged) == set(METHODS) and all(0 < right <= tried for tried, right in judged.values())
+    assert 0 < report["thirds"][-1]["supplied"][0] <= report["thirds"][-1]["supplied"][1]
     done = records(Path(report["run"]))
     rewards = [record["train"]["reward_mean"] for record in done]
     assert report["status"] == "complete" and len(report["steps"]) == len(rewards) == STEPS
