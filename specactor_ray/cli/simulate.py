@@ -24,6 +24,14 @@ app = typer.Typer(
 )
 _LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
 ScenarioFile = Annotated[Path, typer.Option("--config", "-c", help="Scenario: a file or shipped name (two_cores).")]
+MeasuredFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="BENCH.JSON",
+        help="Take the skills' means from the last third of this report of specactor bench train.",
+        show_default=False,
+    ),
+]
 ScenarioOverrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides for all variants, as in seed=1.", show_default=False),
@@ -43,14 +51,7 @@ def run(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
-    acceptance: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="BENCH.JSON",
-            help="Take the skills' means from the last third of this report of specactor bench train.",
-            show_default=False,
-        ),
-    ] = None,
+    acceptance: MeasuredFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length.")] = False,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
