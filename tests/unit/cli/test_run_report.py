@@ -115,11 +115,11 @@ def test_a_run_in_use_is_running_and_one_with_a_summary_has_its_figures(tmp_path
 
 
 def test_several_trainings_are_drawn_over_each_other(tmp_path: Path) -> None:
-    first, second = training(tmp_path / "a"), training(tmp_path / "b", reward=0.7)
+    first, second = training(tmp_path / "$a^{$"), training(tmp_path / "b", reward=0.7)
     done = run_report(first, second, first)
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.stdout.splitlines() if "killed" in line]
-    assert [(row[0], row[2], row[5]) for row in rows] == [("a", "30", "0.300"), ("b", "30", "0.700")]
+    assert [(row[0], row[2], row[5]) for row in rows] == [("$a^{$", "30", "0.300"), ("b", "30", "0.700")]
     assert (first / "trainings.png").exists() and not (first / "training.png").exists()
 
 
