@@ -18,7 +18,7 @@ from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward
+from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward, finite_number
 
 _KEY = "environment.name"
 
@@ -272,8 +272,5 @@ def checked_reply(reply: Any) -> Reply:
     """A reply as plain data. Raises ValueError or InputError if it has another type."""
     if not isinstance(reply, Reply):
         raise ValueError(f"step returned {clipped(reply)} where a Reply belongs")
-    try:
-        reward = checked_reward(float(reply.reward))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"step returned the reward {clipped(reply.reward)}: {error}") from None
+    reward = checked_reward(finite_number(reply.reward, "step returned the reward"))
     return Reply([] if reply.done else checked_messages(reply.messages, "step"), reward, bool(reply.done))

@@ -208,20 +208,22 @@ class _Term:
         )
 
     def _number(self, value: Any) -> float | None:
-        """A number as float; so are true and false, and arrays and tensors without dimensions. A text is none, also one
-        of digits: a function that returns it did not compare anything."""
         if isinstance(value, Exception):
             raise value
-        if value is None and self.takes_batch:
-            return None
-        plain = value.item() if getattr(value, "shape", None) == () else value
-        if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
-            raise ValueError(f"{self._place} returned {clipped(value)}, which is no finite number")
-        return float(plain)
+        return None if value is None and self.takes_batch else finite_number(value, f"{self._place} returned")
 
     @property
     def _place(self) -> str:
         return self.name + place_of(self._function)
+
+
+def finite_number(value: Any, what: str) -> float:
+    """A number as float; so are true and false, and arrays and tensors without dimensions. A text is none, also one of
+    digits: a function that returns it did not compare anything. Raises ValueError, which begins with `what`."""
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
+        raise ValueError(f"{what} {clipped(value)}, which is no finite number")
+    return float(plain)
 
 
 def _tried(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -70,7 +70,7 @@ BAD_REPLIES: dict[str, Any] = {
     "half a message": Reply([{"role": "user"}]),
     "a dict": Reply({"role": "user", "content": "x"}),  # type: ignore[arg-type]
     "as the model": Reply([{"role": "assistant", "content": "x"}]),
-    "no number": Reply(done=True, reward="much"),  # type: ignore[arg-type]
+    "no number": Reply(done=True, reward="1.0"),  # type: ignore[arg-type]
     "not finite": Reply(done=True, reward=float("nan")),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.methods import import_named
+from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.upstream import VERL
 from specactor_ray.integrations.verl_server import Seeds, VerlServer
 from specactor_ray.models.loading import load_model, load_tokenizer
+from specactor_ray.trainer.rewards import RewardSample, Scorer
 from tests.contract import lacking
 from tests.tiny import tiny_prompts, tiny_target
 
@@ -73,6 +77,16 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=12, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+def test_rewards_are_those_of_verl() -> None:
+    """Its own function, as it is, for rows of its data."""
+    name = "verl.utils.reward_score:default_compute_score"
+    compute, score = import_named(name, ""), Scorer(RewardConfig([RewardFunctionConfig(name)])).score
+    for text, truth in itertools.product(("so #### 72", "72", "#### 71", "#### 1,072"), ("72", "1072")):
+        columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": truth}, "extra_info": {"index": 1}}
+        sample = RewardSample([{"role": "user", "content": "?"}], text, None, columns)
+        assert score(sample).reward == compute("openai/gsm8k", text, truth)
 
 
 def test_the_installed_version_has_every_part() -> None:

@@ -246,7 +246,7 @@ def test_the_recipe_for_gsm8k(tmp_path: Path) -> None:
     solution = "She sold 48 / 2 = <<48/2=24>>24 clips.\n#### 1,072"
     file = tmp_path / "gsm8k.parquet"
     datasets.Dataset.from_list([{"question": "How many clips?", "answer": solution}]).to_parquet(file)
-    config = load_config("train_gsm8k", [f"data.path={file}", "data.options={}"])
+    config = load_config("train_gsm8k", [f"data.path={file}"])
     task, score = open_source(config.data, 0)[0], Scorer(config.reward).score
     assert task.answer == "1072" and str(task.prompt).startswith("How many clips? ")
     outputs = {
