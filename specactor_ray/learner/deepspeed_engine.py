@@ -196,7 +196,7 @@ class DeepSpeedEngine(TorchEngine):
         files.save = save_one
         # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
         self._engine._copy_recovery_script = lambda folder: None
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`, with the same number of ranks and the same stage. Raises FileNotFoundError if
@@ -209,7 +209,8 @@ class DeepSpeedEngine(TorchEngine):
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         try:
-            path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+            # Not strict, since frozen weights are not in it.
+            path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         except pickle.UnpicklingError as error:
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error)).strip()
             raise InputError(

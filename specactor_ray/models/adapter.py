@@ -36,11 +36,11 @@ def adapted_layers(model: Any, lora: LoraConfig) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     output, parameters = model.get_output_embeddings(), dict(model.named_parameters())
-    barred = _EXPERTS if any(parameter.dim() == 3 for parameter in parameters.values()) else ()
+    fused = any(weight.dim() == 3 and ".conv" not in name for name, weight in parameters.items())
     linear = [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module is not output and _last(name) not in barred
+        if type(module) in (nn.Linear, Conv1D) and module is not output and not (fused and _last(name) in _EXPERTS)
     ]
     chosen = [] if lora.targets else linear
     for target in lora.targets:
@@ -52,7 +52,7 @@ def adapted_layers(model: Any, lora: LoraConfig) -> list[str]:
             known = ", ".join(sorted({_last(name) for name in linear}))
             raise ConfigError("trainer.lora.targets", problem, f"use some of {known}, or [] for all of them.")
         chosen = [*chosen, *found]
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def _last(name: str) -> str:

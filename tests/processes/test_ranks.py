@@ -253,6 +253,8 @@ def test_a_saved_trainer_goes_on_exactly_and_one_that_cannot_save_goes_on(
         assert_close(before, weights_of(ranks), atol=0.0)
         path = CheckpointStore(tmp_path / "folder", 1, False).save(TrainState(step=2), ranks.save)
         assert find_damage(path) is None
+        states = sum(file.stat().st_size for file in (path / "engine").rglob("*.pt"))
+        assert rank is None or states < (path / "weights" / "model.safetensors").stat().st_size, "no frozen weights"
         ranks.reload()
         for step in range(2, 4):
             ranks.update(make_samples(8, seed=step), step, step)

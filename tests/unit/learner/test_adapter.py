@@ -203,9 +203,10 @@ def test_layers_that_peft_refuses_are_named() -> None:
 def test_targets_are_the_last_parts_of_names() -> None:
     for targets, named in (
         (["q_proj", "mlp.down_proj"], {"layers.0.self_attn.q_proj", "layers.0.mlp.down_proj"}),
-        (["layers.0.self_attn.v_proj"], {"layers.0.self_attn.v_proj"}),
+        (["layers.0.self_attn.v_proj", "v_proj"], {"layers.0.self_attn.v_proj", "layers.1.self_attn.v_proj"}),
     ):
         found = adapted_layers(make_model("llama"), LoraConfig(rank=4, targets=targets))
+        assert len(found) == len(set(found))
         assert named <= {name.removeprefix("model.") for name in found}
         assert {name.rpartition(".")[2] for name in found} == {target.rpartition(".")[2] for target in targets}
 
