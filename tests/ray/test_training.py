@@ -275,10 +275,11 @@ CONVERSATION = (
 def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run with drafts is interrupted in the middle of a rollout, with turns and steps of environments under way."""
+    """The run with drafts is interrupted in the middle of a rollout, with turns and steps of environments under way. An
+    adapter is trained, of which plain and drafted rollouts run the merged weights."""
     seen, tasks, submit = Seen(monkeypatch), sums(tmp_path), Conversations.submit
     held = (f"evaluation.path={tasks}", "evaluation.limit=8", "evaluation.n=4", "evaluation.every=3")
-    common = ("trainer.steps=3", "algorithm.name=ppo", *CONVERSATION, *FEW, *held)
+    common = ("trainer.steps=3", "algorithm.name=ppo", "trainer.lora.rank=4", *CONVERSATION, *FEW, *held)
     whole = records(run(settings(tasks, tmp_path, "plain", *common)).folder)
     taken, steps = seen.taken(), list[Any]()
     assert len(whole) == 3 and not any(record["speed"]["by_method"] for record in whole)
