@@ -101,6 +101,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["scale", "ngram=-1", "--run", "x"], "METHOD=N"),
     (["status", "--run", "x", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
     (["config", "--help-keys", "nosuchthing"], "'nosuchthing'"),
+    (["report", "none"], "none: no folder"),
+    (["report", "bare"], "bare is no folder of a training or of a rollout"),
+    (["report", "bare", "--output", "there.jsonl"], "--output: there.jsonl"),
     (["demo", "--minutes", "0"], "--minutes: "),
     (["demo", "--output", "bare"], "--output: bare"),
     (["demo", "--output", "/proc/x"], "--output: /proc/x"),
@@ -129,6 +132,7 @@ class TestUserErrors:
         for arguments, problem in (
             (["simulate", "run", "--config", "none.yaml"], "none.yaml"),
             (["simulate", "run", "--config", "two_cores", "workload.request=3"], "workload.request: "),
+            (["simulate", "run", "--config", "two_cores", "--acceptance", "good.jsonl"], "--acceptance: "),
         ):
             done = specactor(folder, *arguments)
             assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)
