@@ -16,7 +16,7 @@ from specactor_ray.config.methods import is_named, online_drafter
 from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
-from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend, TrainerConfig
+from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError
@@ -24,7 +24,7 @@ from specactor_ray.core.files import require_folder
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.models.shapes import ITEM_BYTES, count_parameters
+from specactor_ray.models.shapes import ITEM_BYTES, count_parameters, head_dim, key_value_heads
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text_options
 from specactor_ray.runs.folder import RunOutcome, discard_run_folder
 from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
@@ -250,7 +250,8 @@ def plan_memory(config: Config) -> dict[str, float]:
         embedding = int(text.vocab_size) * int(text.hidden_size)
         copies = 1 if trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3 else trainer.ranks
         plan["trainer, reference model"] = copies * (size * item + embedding * (_FLOAT32 - item)) * 1.0
-    plan["trainer, activations"] = trainer.ranks * _activation_bytes(trainer, text)
+    tokens = max(trainer.micro_batch_tokens, config.sampling.max_tokens)  # a longer sample is a micro-batch by itself
+    plan["trainer, activations"] = trainer.ranks * activation_bytes(text, tokens, trainer.gradient_checkpointing)
     # The version in the object store, and the next one while it is sent.
     plan["object store, two versions of the weights"] = 2.0 * size * ITEM_BYTES[target.dtype]
     return plan
@@ -268,11 +269,19 @@ def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
     return float(_FLOAT32 * (size + 3 * trained + states))
 
 
-def _activation_bytes(trainer: TrainerConfig, text: Any) -> float:
-    """Bytes of one micro-batch: about 34 hidden-sized values per token and layer (Korthikanti et al. 2022, arXiv
-    2205.05198, eq. 1, in float32 twice their bytes), and four copies of the logits of its output tokens."""
-    tokens = trainer.micro_batch_tokens
-    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
-    per_layer = 2 if trainer.gradient_checkpointing else 34
-    logits = 4.0 * tokens * int(text.vocab_size) * _FLOAT32
-    return float(per_layer * layers * hidden * tokens * _FLOAT32 / 2 + logits)
+def activation_bytes(text: Any, tokens: int, recomputed: bool) -> float:
+    """Bytes of one forward and backward in float32 of a model with grouped queries and gated layers: what autograd
+    keeps of each layer, or its input and one layer that is computed again, with the gradient of a matrix; and four
+    arrays of a chunk's logits, beside the gradient of the output layer where several chunks add to it."""
+    from specactor_ray.learner.engine import CHUNK_TOKENS
+
+    hidden, layers, heads = int(text.hidden_size), int(text.num_hidden_layers), int(text.num_attention_heads)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    layer = 9 * hidden + 2 * key_value_heads(text) * head_dim(text) + 4 * inner + heads
+    vocabulary = int(text.vocab_size)
+    logits = 4 * vocabulary * min(tokens, CHUNK_TOKENS) + (tokens > CHUNK_TOKENS) * vocabulary * hidden
+    if recomputed:
+        kept = layers * hidden * tokens + max(logits, layer * tokens + hidden * inner)
+    else:
+        kept = layers * layer * tokens + logits
+    return float(_FLOAT32 * (kept + 5 * hidden * tokens))
