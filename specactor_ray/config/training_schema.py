@@ -104,9 +104,10 @@ class AlgorithmConfig:
     """Leave outputs that were cut off at sampling.max_tokens out of the update (DAPO's overlong filtering); their
     rewards still count in their groups."""
     dynamic_sampling: bool | None = None
-    """Replace groups with equal rewards by more prompts. Default: true for dapo, else false."""
+    """Replace groups with equal rewards by further prompts while others run. Default: true for dapo, else false."""
     max_sampling_rounds: int = at_least(1, default=4)
-    """Most rounds of prompts per step under dynamic sampling; after them the step uses the present groups."""
+    """Most prompts of a step under dynamic sampling, as a multiple of trainer.prompts_per_step; then the step uses the
+    groups that it has."""
     overlong_buffer: int | None = at_least(0, default=None)
     """Tokens of the ramp below sampling.max_tokens on which long outputs lose up to 1 of reward; 0: none. Default: a
     fifth of sampling.max_tokens for dapo, else 0."""

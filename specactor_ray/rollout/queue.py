@@ -85,6 +85,7 @@ class RequestQueue:
         request_id: str | None = None,
         session: str | None = None,
         priority: int = 0,
+        stream: int = 0,
     ) -> Handle:
         """Begin a request; for any thread. Returns at once, except for the time that a text takes to be encoded and
         verifiers to wake: an event loop awaits `begin`.
@@ -95,6 +96,7 @@ class RequestQueue:
             request_id: Name for `running`. Default: a new one.
             session: Name of a conversation; its turns run on one verifier while that lives.
             priority: Requests with a smaller number begin first.
+            stream: Number of an open stream to which the request belongs; any number of its requests may wait.
 
         Raises:
             InputError: The prompt or the sampling cannot be used, or the rollout is closed.
@@ -108,23 +110,27 @@ class RequestQueue:
                 raise InputError(f"{what} must be a text, not {name!r}")
         if not isinstance(priority, int):
             raise InputError(f"priority must be a whole number, not {priority!r}")
-        token_ids = encode_prompt(self.tokenizer, prompt, self.chat, most=self.context, **self.text_options)
+        token_ids = self.encoded(prompt)
         stops = self._stops(sampling)
         self.wake_verifiers()
         with self._lock:
-            if self._arriving + self.dispatcher.backlog.single >= self.max_waiting:
+            if not stream and self._arriving + self.dispatcher.backlog.single >= self.max_waiting:
                 raise OverloadedError(f"{self.max_waiting} requests wait already; try again later")
             self._numbers += 1
             key = f"request-{self._numbers}"
             handle = self._handles[key] = Handle(self._thread, self._read, key, request_id)
-            self._arriving += 1
-        entry = JournalEntry(key, token_ids, sampling, session, priority, name=handle.request_id, stops=stops)
+            self._arriving += not stream
+        entry = JournalEntry(key, token_ids, sampling, session, priority, stream, handle.request_id, stops=stops)
         try:
             self._thread.put(partial(self._admit_one, handle, entry))
         except InputError:
             self._forget(handle)
             raise
         return handle
+
+    def encoded(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises InputError."""
+        return encode_prompt(self.tokenizer, prompt, self.chat, most=self.context, **self.text_options)
 
     async def begin(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Handle:
         """`submit`, in another thread if it may take long; the request is aborted if this is cancelled."""
@@ -344,7 +350,7 @@ class RequestQueue:
     def _admit_one(self, handle: Handle, entry: JournalEntry) -> None:
         self._thread.admit([entry], partial(self._finish, handle))
         with self._lock:
-            self._arriving -= 1
+            self._arriving -= not entry.stream
 
     def _finish(self, handle: Handle, ended: JournalEntry | BaseException) -> None:
         self._forget(handle)

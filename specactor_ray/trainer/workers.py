@@ -54,7 +54,7 @@ class WorkerPool:
     whose key `timeout_s` is the longest time of a request."""
 
     def __init__(self, name: str, timeout_s: float, open_function: Open, workers: int) -> None:
-        self._name, self._died = name, False
+        self._name, self._died, self.closed = name, False, False
         self._processes = [_WorkerProcess(name, timeout_s, open_function) for _ in range(workers)]
         self._idle: queue.LifoQueue[_WorkerProcess] = queue.LifoQueue()
         for process in self._processes:
@@ -73,6 +73,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the processes, without waiting for running requests. Idempotent."""
+        self.closed = True
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)

@@ -109,3 +109,8 @@ def holds_memory(sample: RewardSample) -> float:
 
 def not_a_number(sample: RewardSample) -> float:
     return float("nan")
+
+
+def begins_even(sample: RewardSample) -> float:
+    """1.0 if the first token has an even number: half of the groups of two are alike."""
+    return float(sample.token_ids[0] % 2 == 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.trainer.conversations import Conversations, Episode
+from specactor_ray.sampling.seeds import derive_seed, sample_of
+from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
+from specactor_ray.trainer.groups import Episode, Group, GroupStream
 from specactor_ray.transport.messages import RequestStats
 from tests import tiny
 from tests.fakes.trajectories import trajectory
@@ -35,15 +37,24 @@ SEED = 7
 class Scripted:
     """A rollout and its queue: it says what a function of the prompt and the parameters makes of them."""
 
-    max_waiting = 3
-    """Conversations at once; most tests have more."""
-
     def __init__(self, says: Callable[[list[int], SamplingParams], str]) -> None:
         self.queue, self.progress, self.tokenizer = self, (0, 0), load_tokenizer(str(tiny.tiny_target()))
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self._says = says
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, *, session: str) -> Trajectory:
+    def wake_verifiers(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def opening_stream(self) -> Iterator[int]:
+        yield 7
+
+    async def begin(self, prompt: list[int], sampling: SamplingParams, *, session: str, stream: int) -> Any:
+        assert stream == 7
+        return self.generate(prompt, sampling, session)
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, session: str | None = None) -> Trajectory:
+        assert session is not None
         self.asked.append((prompt, sampling, session))
         text, eos = self._says(prompt, sampling), self.tokenizer.eos_token_id
         if text == "lost":
@@ -78,19 +89,29 @@ def converse(
     rollout: Scripted, tasks: Sequence[Task], n: int = 1, max_tokens: int = 64, context: int = 512, **environment: Any
 ) -> list[Episode]:
     config = settings(max_tokens, environment=environment)
+
+    def make(index: int) -> Group:
+        seeds = [sample_of(config.sampling, index, number) for number in range(n)]
+        return Group([Episode((index, number), tasks[index], one) for number, one in enumerate(seeds)], (0, 0))
+
     with Conversations(config, rollout.tokenizer, context) as conversations:
-        episodes = conversations.run(rollout, tasks, config.sampling, n)
-        for episode in episodes:
-            assert not episode.turns or conversations.trajectory(episode).token_ids == tuple(episode.output)
-        return episodes
+        stream = GroupStream(rollout, conversations, lambda group: setattr(group, "is_informative", True))
+        groups, _ = stream.run(make, len(tasks), len(tasks))
+    episodes = [episode for group in groups for episode in group.episodes]
+    for episode in episodes:
+        if episode.turns and not episode.error:
+            assert episode.trajectory is not None and episode.trajectory.token_ids == tuple(episode.output)
+    return episodes
 
 
 @pytest.mark.parametrize("failure_value", [None, -1.0])
 def test_samples_of_a_step(failure_value: float | None) -> None:
     """Conversations that failed have no reward, or the configured one; the others of their group go on without them."""
-    turns = iter(["bye", "raises", "the red fox", "bye", "bye", "fails"] + ["raises"] * 4)
-    rollout = Scripted(lambda prompt, sampling: next(turns, "bye"))
-    rollout.max_waiting = 1  # one conversation after the other
+    said = {}
+    for base, texts in ((SEED, ("bye", "raises", "the red fox", "bye")), (1, ("fails", *["raises"] * 3))):
+        step = derive_seed(base, base == 1, 0)
+        said |= {derive_seed(step, 0, number): text for number, text in enumerate(texts)}
+    rollout = Scripted(lambda prompt, sampling: said.get(sampling.seed, "bye"))
     config = settings(data={"n": 4}, trainer={"prompts_per_step": 1}, reward={"failure_value": failure_value})
     tasks: Any = [Task(index, "Hi") for index in range(9)]
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)
@@ -127,7 +148,7 @@ def test_own_tokens_and_those_of_the_environment_are_told_apart() -> None:
     ]
     expected = [*encode_prompt(words, messages, True), *words("bye<|eos|>")["input_ids"]]
     assert [*episode.prompt, *episode.output] == expected
-    whole = episode.trajectory("text")
+    whole = episode.joined("text")
     assert words.decode(episode.own_token_ids) == "the red fox<|eos|>bye<|eos|>"
     lengths = [len(turn.token_ids) for turn in episode.turns]
     between = len(episode.output) - sum(lengths)
@@ -160,7 +181,7 @@ def test_versions_of_the_weights_are_those_of_the_turns() -> None:
         return trajectory(range(tokens), weight_version=version, versions=versions)
 
     episode.parts += [turn(4, 2), [9, 9], turn(5, 3, ((2, 1),)), [9], turn(2, 3)]
-    whole = episode.trajectory("")
+    whole = episode.joined("")
     assert (whole.versions, whole.weight_version) == (((2, 7),), 3)
 
 
@@ -187,7 +208,7 @@ def test_a_turn_that_is_cut_is_ended_by_the_template() -> None:
     episode = one("the red fox sleeps", "bye", turn_tokens=2)
     eos = load_tokenizer(str(tiny.tiny_target())).eos_token_id
     begin = len(episode.turns[0].token_ids)
-    assert begin == 2 and episode.output[begin] == eos and not episode.trajectory("").loss_mask[begin]
+    assert begin == 2 and episode.output[begin] == eos and not episode.joined("").loss_mask[begin]
 
 
 FAILURES = {

@@ -311,6 +311,22 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     assert any("suffix" in record["speed"]["by_method"] for record in done)
 
 
+def test_groups_that_are_alike_are_replaced_the_same_with_drafts_and_after_a_resume(
+    tasks: Path, tmp_path: Path, cluster: None
+) -> None:
+    """The drafted run begins its second half anew, and expects other numbers of groups then."""
+    functions = "reward.functions=[{name: 'tests.fakes.reward_functions:begins_even'}]"
+    common = ("algorithm.name=dapo", functions, "data.n=2", "trainer.prompts_per_step=6", "checkpoint.every=2")
+    whole = records(run(settings(tasks, tmp_path, "plain", "trainer.steps=4", *common)).folder)
+    drafted = (*common, "resume=auto", "mode=coupled", "drafters=[{method: suffix}]", "speculation.verify=all")
+    run(settings(tasks, tmp_path, "drafted", "trainer.steps=2", *drafted))
+    done = records(run(settings(tasks, tmp_path, "drafted", "trainer.steps=4", *drafted)).folder)
+    assert [record["train"] for record in done] == [record["train"] for record in whole]
+    assert all(one["train"]["groups"] * 2 == one["train"]["sampled"] >= one["train"]["samples"] == 12 for one in whole)
+    assert sum(one["train"]["zero_variance_groups"] for one in whole) > 6
+    assert not whole[0]["speed"]["oversampled"] and any(one["speed"]["oversampled"] for one in whole)
+
+
 def test_rollouts_run_ahead_of_the_trainer(
     tasks: Path, tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

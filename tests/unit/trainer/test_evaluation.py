@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.errors import UserError
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.records import drop_repeated, read_records
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import resolve
@@ -20,7 +20,7 @@ from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.figures import evaluation_figures
 from specactor_ray.trainer.run import checked_tasks, prepared
 from tests.tiny import tiny_target
-from tests.unit.trainer.test_experience import Scripted, maker_of
+from tests.unit.trainer.test_experience import FIRST, SECOND, SEED, Scripted, maker_of
 
 GYM = "data.path=reasoning_gym:chain_sum"
 ONE_DIGIT = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
@@ -113,18 +113,6 @@ def test_a_held_out_share_is_never_trained_on(data: tuple[str, ...], tmp_path: P
     assert sets[0] == sets[1] != sets[2]
 
 
-class Watched(Scripted):
-    """A rollout that remembers the sampling of its streams."""
-
-    def __init__(self, *outputs: str) -> None:
-        super().__init__(*outputs)
-        self.seen: list[tuple[SamplingParams, int]] = []
-
-    def stream(self, prompts: Any, sampling: SamplingParams, n: int) -> Any:
-        self.seen.append((sampling, n))
-        return super().stream(prompts, sampling, n)
-
-
 def test_evaluations_are_equal_whatever_was_trained_between(tmp_path: Path) -> None:
     """Seeds and temperature are their own, so are tasks; those of the training go on where they were. Outputs without a
     reward are counted."""
@@ -134,12 +122,13 @@ def test_evaluations_are_equal_whatever_was_trained_between(tmp_path: Path) -> N
     config.reward.functions = [RewardFunctionConfig("tests.fakes.reward_functions:number_or_raises")]
     maker = maker_of(config, [Task(index, "a") for index in range(9)])
     maker.stream.held_out = [Task(0, "b"), Task(4, "c"), Task(5, "d")]
-    rollout, found = Watched(*["1 0", "x 1", "! x"], "1 1", "0 0", *["1 0", "x 1", "! x"]), list[dict[str, Any]]()
-    found.append(evaluation_figures(maker.evaluate(rollout), 1.0))
-    steps = [maker.collect(rollout, config.sampling, step) for step in range(2)]
-    found.append(evaluation_figures(maker.evaluate(rollout), 1.0))
-    assert found[0] == found[1] and rollout.seen[0] == rollout.seen[3] != rollout.seen[1]
-    assert (rollout.seen[0][0].seed, rollout.seen[0][0].temperature, rollout.seen[0][1]) == (3, 0.5, 2)
+    rollouts = [Scripted("1 0", "x 1", "! x", seed=3) for _ in range(2)]
+    found = [evaluation_figures(maker.evaluate(rollouts[0]), 1.0)]
+    sampling, seeds = replace(config.sampling, seed=SEED), enumerate((FIRST, SECOND))
+    steps = [maker.collect(Scripted("1 1", seed=seed), sampling, step) for step, seed in seeds]
+    found.append(evaluation_figures(maker.evaluate(rollouts[1]), 1.0))
+    assert found[0] == found[1] and rollouts[0].asked == rollouts[1].asked
+    assert {one.temperature for one in rollouts[0].asked} == {0.5} and len(rollouts[0].asked) == 6
     assert [step.position for step in steps] == [(1, 0), (2, 0)]
     assert {name: found[0][name] for name in ("scored", "samples", "mean", "pass@1", "pass@2", "standard_error")} == {
         "scored": 3,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import random
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -18,13 +23,17 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
 from specactor_ray.trainer.rewards import RewardPool, RewardSample, Scorer
 from specactor_ray.trainer.workers import Outcome
 from tests.fakes.trajectories import trajectory
 
-PATIENCE_S = 60.0
+Place = tuple[int, int]
+PATIENCE_S, SEED = 60.0, 5
+FIRST, SECOND, THIRD = (derive_seed(SEED, step, 0) for step in range(3))
+"""Seeds of the first steps."""
 RAISES = "tests.fakes.reward_functions:number_or_raises"
 NO_NUMBER = "RuntimeError: no number (reward_functions.py, line "
 EVENTS: list[str] = []
@@ -32,34 +41,95 @@ EVENTS: list[str] = []
 
 
 class Scripted:
-    """A rollout that says what is written for each prompt, sample by sample; `!` is a request that failed."""
+    """A rollout and its queue: it says what is written for each prompt, sample by sample; `!` is a request that failed.
 
-    def __init__(self, *outputs: str) -> None:
-        self._outputs = iter(outputs)
+    Outputs and scores end one by one, when nothing else happens: the next one is chosen by `choose` among the places
+    of those that have begun. `open` has the requests that have not ended, `late` what ends a score.
+    """
 
-    def stream(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> Iterator[Trajectory]:
-        found = []
-        for index in range(len(prompts)):
-            for number, text in enumerate(next(self._outputs).split()):
-                error, reason = "lost" if text == "!" else "", "length" if number == 3 else "stop"
-                outcome = {"text": text, "error": error, "finish_reason": reason}
-                found.append(trajectory(range(number + 1), (index, number), **outcome))
-        for one in found[::-1]:  # in the order in which they ended
-            EVENTS.append("ended")
-            yield one
+    def __init__(self, *outputs: str, choose: Callable[[list[Place]], Place] = max, seed: int = FIRST) -> None:
+        self.queue, self.progress, self.choose = self, (0, 0), choose
+        self.open: dict[Place, asyncio.Future[Trajectory]] = {}
+        self.late: dict[Place, Callable[[], None]] = {}
+        self.begun = list[Place]()
+        self.asked = list[SamplingParams]()
+        self._ticks = False
+        self._places = {derive_seed(seed, *place): place for place in itertools.product(range(99), range(4))}
+        self._outputs = [output.split() for output in outputs]
+
+    def wake_verifiers(self) -> None:
+        pass
+
+    def encoded(self, prompt: str) -> tuple[int, ...]:
+        return (1, 2)
+
+    @contextlib.contextmanager
+    def opening_stream(self) -> Iterator[int]:
+        yield 7
+
+    async def begin(self, prompt: Any, sampling: SamplingParams, *, session: Any, stream: int) -> Handle:
+        assert (prompt, session, stream) == ((1, 2), None, 7)
+        place = self._places[sampling.seed]
+        self.begun.append(place)
+        self.asked.append(sampling)
+        self.open[place] = asyncio.get_running_loop().create_future()
+        self.tick_later()
+        return Handle(self, place)
+
+    def tick_later(self) -> None:
+        if not self._ticks:
+            self._ticks = True
+            asyncio.get_running_loop().call_later(1e-4, self._tick)
+
+    def _tick(self) -> None:
+        """End an output or a score."""
+        self._ticks = False
+        if waiting := [*self.open, *self.late]:
+            place = self.choose(waiting)
+            if place in self.late:
+                self.late.pop(place)()
+            else:
+                self.end(place)
+            self.tick_later()
+
+    def end(self, place: Place, reason: str = "stop") -> None:
+        text = self._outputs[place[0]][place[1]]
+        EVENTS.append("ended" if reason == "stop" else reason)
+        outcome = {"error": "lost" if text == "!" else "", "finish_reason": "length" if place[1] == 3 else reason}
+        output = trajectory(range(place[1] + 1), text=text, **outcome)
+        self.open.pop(place).set_result(output)
+
+
+class Handle:
+    """A request of `Scripted`."""
+
+    def __init__(self, rollout: Scripted, place: Place) -> None:
+        self._rollout, self._place, self._future = rollout, place, rollout.open[place]
+
+    def __await__(self) -> Any:
+        return (yield from asyncio.shield(self._future).__await__())
+
+    def drop(self) -> None:
+        if self._place in self._rollout.open:
+            self._rollout.end(self._place, "abort")
 
 
 class InProcess(RewardPool):
-    """Scores as a reward process does, in this one."""
+    """Scores as a reward process does, in this one; in the order of a rollout, if it has one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rollout: Scripted | None = None) -> None:
         super().__init__(config.reward, 1)
-        self._config = config.reward
+        self._config, self._rollout, self._submitted = config.reward, rollout, 0
 
     def score(self, samples: Sequence[RewardSample]) -> Future[list[Outcome]]:
         EVENTS.append("scored")
-        future = Future[list[Outcome]]()
-        future.set_result(Scorer(self._config)(samples))
+        future, outcomes = Future[list[Outcome]](), Scorer(self._config)(samples)
+        if self._rollout is None:
+            future.set_result(outcomes)
+        else:
+            self._submitted += 1
+            self._rollout.late[-1, self._submitted] = lambda: future.set_result(outcomes)
+            self._rollout.tick_later()
         return future
 
 
@@ -72,7 +142,7 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     algorithm = {"name": "grpo", **settings}
     sections = {"algorithm": algorithm, "reward": reward, "data": {"n": 4}, "trainer": prompts}
     config = from_mapping({"mode": "plain", **sections})
-    config.sampling = sampling or config.sampling
+    config.sampling = replace(sampling or config.sampling, seed=SEED)
     return maker_of(config, [Task(index, "a", "1") for index in range(99)]).collect(
         Scripted(*outputs), config.sampling, 0
     )
@@ -89,9 +159,10 @@ def advantages(experience: Experience) -> list[float]:
 
 def test_tasks_skipped_for_a_step_are_counted_for_it() -> None:
     config = from_mapping({"mode": "plain", "data": {"n": 1}, "trainer": {"prompts_per_step": 1}})
-    config.reward.functions = [RewardFunctionConfig(RAISES)]
+    config.reward.functions, config.sampling = [RewardFunctionConfig(RAISES)], replace(config.sampling, seed=SEED)
     maker = maker_of(config, [Task(index, "a" * length) for index, length in enumerate((9, 1, 1, 8, 7, 1))])
-    steps = [maker.collect(Scripted("1"), config.sampling, step) for step in range(3)]
+    seeds = enumerate((FIRST, SECOND, THIRD))
+    steps = [maker.collect(Scripted("1", seed=seed), config.sampling, step) for step, seed in seeds]
     assert [(one.skipped_tasks, one.first_skip[:10], one.position) for one in steps] == [
         (1, "row 0, has", (2, 1)),
         (0, "", (3, 1)),
@@ -141,13 +212,45 @@ def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int
 
 def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() -> None:
     experience = collect(["1 1 1 1", "1 0 0 0", "0 0 0 0", "0 0 0 1"], prompts=2, dynamic_sampling=True)
-    assert experience.rounds == 3 and experience.zero_variance_groups == 2
+    assert experience.groups == 4 and experience.zero_variance_groups == 2
     assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     experience = collect(["10.1 10.1 10.1 10.1"] * 4, prompts=1, dynamic_sampling=True)
-    assert experience.rounds == 4 and experience.zero_variance_groups == 4
+    assert experience.groups == 4 and experience.zero_variance_groups == 4
     assert advantages(experience) == [0.0] * 4, "the groups of one round, for which memory was planned"
     experience = collect(["1 1 1 1"] * 7 + ["0 1 0 0"], prompts=2, dynamic_sampling=True)
     assert experience.zero_variance_groups == 7 and len(experience.samples) == 4 and max(advantages(experience)) > 0
+
+
+GROUPS = ("1 1 1 1", "1 0 0 0", "! ! ! 1", "0 x 0 1", "0 0 0 0", "1 1 1 1", "0 1 ! 0", "x x x x", "0 0 0 1")
+"""Groups 1, 3, 6 and 8 are informative."""
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize(("prompts", "groups"), [(1, 2), (2, 4), (3, 7), (4, 9)])
+def test_a_step_depends_on_the_order_of_its_tasks_and_on_no_time(prompts: int, groups: int, is_resumed: bool) -> None:
+    """Whichever outputs and rewards end first, and however many groups run ahead of the need: they do after a step
+    without an informative one, not after a resume. The next step goes on behind the last group that counts."""
+    config = from_mapping({"mode": "plain", "algorithm": {"dynamic_sampling": True}, "data": {"n": 4}})
+    config.reward.functions, config.sampling = [RewardFunctionConfig(RAISES)], replace(config.sampling, seed=SEED)
+    config.trainer.prompts_per_step = prompts
+    found, discarded = set[str](), list[tuple[int, int]]()
+    for seed in range(12):
+        maker = maker_of(config, [Task(index, "long" if index % 5 == 4 else "a", "1") for index in range(90)])
+        if is_resumed:
+            maker.stream.position, maker.stream.skipped = 5 * prompts - 1, prompts - 1
+        else:
+            maker.collect(Scripted(*["1 1 1 1"] * 4 * prompts), config.sampling, 0)
+        rollout = Scripted(*GROUPS, *["1 0 1 0"] * 9, choose=random.Random(seed).choice if seed else min, seed=SECOND)
+        maker._workers = workers = InProcess(config, rollout)  # type: ignore[assignment]
+        one = maker.collect(rollout, config.sampling, 1)
+        assert not rollout.open and not workers.closed and rollout.progress[1] == len(rollout.begun)
+        assert (maker.stream.position, maker.stream.skipped) == one.position
+        discarded.append((one.discarded_samples, len(rollout.begun) - 4 * groups))
+        found.add(repr(replace(one, spans={}, reward_wait_s=0.0, discarded_samples=0, discarded_tokens=0)))
+    assert len(found) == 1
+    assert one.groups == groups and len(one.samples) == sum((4, 3, 3, 4)[:prompts])
+    assert all(of_step == begun for of_step, begun in discarded)
+    assert (max(discarded) > (0, 0)) == (not is_resumed)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])

@@ -151,7 +151,8 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
     outputs = [trajectory(range(size), (n, 0), stats=one) for n, size, one in zip((0, 1), (8, 6), stats, strict=True)]
     tasks = [Task(n, "p", one, {"data_source": one}) for n, one in enumerate("ab", start=5)]
     scores: list[Score | None] = [Score(1.0, {"exact_match": 1.0, "short": 0.5}), Score(0.0, {"exact_match": None})]
-    experience = Experience([SAMPLE], outputs, tasks, scores, reward_wait_s=1.0, environment_s=8.0, turns=5, rounds=2)
+    counts = {"turns": 5, "groups": 3, "discarded_samples": 4, "discarded_tokens": 30}
+    experience = Experience([SAMPLE], outputs, tasks, scores, reward_wait_s=1.0, environment_s=8.0, **counts)
     ticks.now += 7.0  # of a start that is in no figure
     for step in (1, 2):
         with record.timed("evaluation"):
@@ -172,7 +173,7 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         tracked = {name: value for name, value in numbers(found) if name.startswith("speed/acceptance_rate/")}
         assert tracked == {"speed/acceptance_rate/ngram": 4 / 6, "speed/acceptance_rate/eagle": 0.25}
         train = {"reward_mean": 0.5, "reward_std": 0.5, "pass_rate": 0.5, "length_mean": 7.0, "truncated": 0.0}
-        train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 0, "sampling_rounds": 2, "turns_mean": 2.5}
+        train |= {"samples": 1, "sampled": 2, "zero_variance_groups": 0, "groups": 3, "turns_mean": 2.5}
         train |= {"skipped_tasks": 0, **{name: UPDATE[name] for name in UPDATE if not name.startswith("logprob")}}
         train |= {"reward/exact_match": 1.0, "reward/short": 0.5}
         train |= {"reward_by_source/a": 1.0, "reward_by_source/b": 0.0}
@@ -181,7 +182,7 @@ def test_figures_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahea
         speed = {"tokens": 14, "generated_tokens": 10 * counted, "discarded_tokens": 2 * counted, "sync_bytes": 9}
         speed |= {"tokens_per_s": 10.0 if ahead else 10 * counted / 3, "rollout_share": 4 / seconds}
         speed |= {"acceptance_length": 1.5, "acceptance_rate": 0.5, "supply": 3.0, "drafter_alarms": 0}
-        speed |= {"reward_wait_s": 1.0, "environment_s": 4.0}
+        speed |= {"reward_wait_s": 1.0, "environment_s": 4.0, "oversampled": 4, "oversampled_tokens": 30}
         assert found["speed"].pop("by_method") == {"ngram": [6, 4], "eagle": [4, 1]}
         assert found["train"] == pytest.approx(train) and found["speed"] == pytest.approx(speed), "and no other figure"
         phases = {"rollout": 4.0, "update": 2.0, "sync": 1.0, "checkpoint": seconds - 12.0, "step": seconds}
