@@ -179,7 +179,8 @@ class GroupStream:
             self._is_over = True
             for one in running:
                 one.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            others = asyncio.all_tasks() - {asyncio.current_task()}  # a group does not await those of its episodes
+            await asyncio.gather(*others, return_exceptions=True)
         except BaseException:  # an interruption does not wait for rewards and environments
             self._player.close()
             raise

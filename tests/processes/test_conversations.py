@@ -255,6 +255,34 @@ def test_turns_that_fail_and_prompts_without_room() -> None:
         one("a", "lost")
 
 
+def test_conversations_that_are_not_needed_are_ended_and_their_environments_closed(tmp_path: Path) -> None:
+    """Those of the tasks behind the first one, which would never end, when that has ended."""
+    words = load_tokenizer(str(tiny.tiny_target()))
+
+    def says(prompt: list[int], sampling: SamplingParams) -> str:
+        text = words.decode(prompt)
+        return "bye" if "short" in text and text.count(tiny.ASSISTANT) == 4 else "a"
+
+    environment = {"options": {"marks": str(tmp_path)}, "max_turns": 10_000, "keep_outputs": False}
+    config, tasks = settings(100_000, environment=environment), [Task(0, "short"), Task(1, "long"), Task(2, "long")]
+    rollout = Scripted(says)
+
+    def make(index: int) -> Group:
+        seeds = [sample_of(config.sampling, index, number) for number in range(2)]
+        return Group([Episode((index, number), tasks[index], one) for number, one in enumerate(seeds)], (0, 0))
+
+    with Conversations(config, rollout.tokenizer, 10**6) as conversations:
+        stream = GroupStream(rollout, conversations, lambda group: setattr(group, "is_informative", True))
+        counted, others = stream.run(make, 1, 3, 1 / 3)
+    begun = [episode for group in (*counted, *others) for episode in group.episodes if episode.state is not None]
+    closed = {int(mark.name.split("-")[1]): int(mark.name.split("-")[2]) for mark in tmp_path.glob("closed-*")}
+    assert len(counted) == 1 and len(others) == 2 and len(begun) > 2
+    assert {episode.sampling.seed for episode in begun} == set(closed)
+    assert all(closed[one.sampling.seed] >= len(one.turns) - 1 for one in begun), "the last state is closed"
+    assert all(one.trajectory is None for group in others for one in group.episodes)
+    assert stream.tokens == sum(len(one.own_token_ids) for group in (*counted, *others) for one in group.episodes)
+
+
 def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
     def interrupt() -> None:
         end = time.monotonic() + 60.0
