@@ -34,7 +34,7 @@ PLOT_FILE, PLOT_OF_SEVERAL = "training.png", "trainings.png"
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or names in --run-dir.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of runs, or names in --run-dir.")],
     step: Annotated[
         int | None, typer.Option(help="Step for the timeline. Default: the slowest one.", show_default=False)
     ] = None,
