@@ -193,7 +193,10 @@ class GroupStream:
             self._rollout.progress = (self._rollout.progress[0] + 1, self._rollout.progress[1])
 
         self._rollout.progress = (self._rollout.progress[0], self._rollout.progress[1] + len(group.episodes))
-        await asyncio.gather(*map(play, group.episodes))
+        try:
+            await asyncio.gather(*map(play, group.episodes))
+        except KeyboardInterrupt:  # the loop has it already; raised again it would end the cancellation of the others
+            raise asyncio.CancelledError from None
         self._compare(group)
 
     def _mark(self, what: str) -> None:

@@ -253,6 +253,24 @@ def test_a_step_depends_on_the_order_of_its_tasks_and_on_no_time(prompts: int, g
     assert (max(discarded) > (0, 0)) == (not is_resumed)
 
 
+def test_an_interruption_in_a_sample_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are not awaited."""
+    config = from_mapping({"mode": "plain", "data": {"n": 4}, "trainer": {"prompts_per_step": 3}})
+    config.reward.functions, config.sampling = [RewardFunctionConfig(RAISES)], replace(config.sampling, seed=SEED)
+    maker, rollout = maker_of(config, [Task(index, "a", "1") for index in range(9)]), Scripted(*["1 0 1 0"] * 3)
+    begin = rollout.begin
+
+    async def interrupted(*arguments: Any, **options: Any) -> Handle:
+        if len(rollout.begun) == 7:
+            raise KeyboardInterrupt
+        return await begin(*arguments, **options)
+
+    monkeypatch.setattr(rollout, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        maker.collect(rollout, config.sampling, 0)
+    assert len(rollout.begun) == 7 and not rollout.open and maker._workers.closed
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_advantages_do_not_depend_on_an_offset_of_the_rewards(name: str) -> None:
     expected = advantages(collect(["1 2 4 8"], name=name))
