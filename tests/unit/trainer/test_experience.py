@@ -110,6 +110,9 @@ class Handle:
         return (yield from asyncio.shield(self._future).__await__())
 
     def drop(self) -> None:
+        asyncio.get_running_loop().call_later(1e-3, self._abort)
+
+    def _abort(self) -> None:
         if self._place in self._rollout.open:
             self._rollout.end(self._place, "abort")
 
