@@ -95,6 +95,7 @@ def validate_training(config: Config) -> None:
         if name is not None and not is_named(name):  # else a user's function, tried before the start
             reject_unlisted(f"algorithm.{key}", name, (*shipped, "package.module:function"))
     _raise_first(_of_training(config))
+    _raise_first(_of_trainer(config))
 
 
 def unused_by_rollouts(config: Config, scores: bool = False) -> list[str]:
@@ -246,7 +247,7 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
 
 
 def _of_training(config: Config) -> Iterator[Problem]:
-    pattern, algorithm, trainer = config.reward.answer_pattern, config.algorithm.name, config.trainer
+    pattern, algorithm = config.reward.answer_pattern, config.algorithm.name
     try:
         re.compile(pattern or "")
     except (re.error, OverflowError, RecursionError) as error:
@@ -280,6 +281,12 @@ def _of_training(config: Config) -> Iterator[Problem]:
     if config.environment.name is not None and not config.data.chat:
         problem = "an environment answers with chat messages, and data.chat is false."
         yield "environment.name", problem, "use data.chat=true, or no environment."
+    if config.tracking.wandb_project and importlib.util.find_spec("wandb") is None:
+        yield "tracking.wandb_project", "wandb is not installed.", "pip install wandb, or leave it out."
+
+
+def _of_trainer(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
     if trainer.backend is TrainerBackend.torch and trainer.ranks > 1:
         problem = f"{trainer.ranks} ranks, but trainer.backend=torch is a single process."
         yield "trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank."
@@ -287,8 +294,6 @@ def _of_training(config: Config) -> Iterator[Problem]:
         yield "trainer.backend", "DeepSpeed is not installed.", "pip install deepspeed, or use trainer.backend=torch."
     if trainer.lora.rank is not None and importlib.util.find_spec("peft") is None:
         yield "trainer.lora.rank", "peft is not installed.", "pip install peft, or leave it out."
-    if config.tracking.wandb_project and importlib.util.find_spec("wandb") is None:
-        yield "tracking.wandb_project", "wandb is not installed.", "pip install wandb, or leave it out."
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specactor_ray.transport.messages import WeightSet
 
 
-class Turn(StrEnum):
+class DeviceState(StrEnum):
     """What has memory on the device."""
 
     ROLLOUT = "rollout"
@@ -37,26 +37,26 @@ class Turn(StrEnum):
 
 
 class DeviceTurns:
-    """The changes of the turn, each from the turn before it only; raises their errors."""
+    """The changes of state, each from the one before it only; raises their errors."""
 
     def __init__(self, rollout: Rollout, trainer: TrainerRanks) -> None:
         self._rollout, self._trainer = rollout, trainer
-        self.turn = Turn.ROLLOUT
+        self.state = DeviceState.ROLLOUT
 
     def to_trainer(self) -> None:
         """Let the verifiers sleep, which need new weights then, and bring the trainer to the device."""
-        self._change(Turn.ROLLOUT, Turn.ASLEEP, lambda: self._rollout.sleep(keep_weights=False))
-        self._change(Turn.ASLEEP, Turn.TRAINING, self._trainer.reload)
+        self._change(DeviceState.ROLLOUT, DeviceState.ASLEEP, lambda: self._rollout.sleep(keep_weights=False))
+        self._change(DeviceState.ASLEEP, DeviceState.TRAINING, self._trainer.reload)
 
     def to_rollout(self, weights: WeightSet) -> None:
         """Free the trainer's memory, and wake the verifiers with these weights."""
-        self._change(Turn.TRAINING, Turn.OFFLOADED, self._trainer.offload)
-        self._change(Turn.OFFLOADED, Turn.LOADED, lambda: self._rollout.update_weights(weights))
-        self._change(Turn.LOADED, Turn.ROLLOUT, self._rollout.wake)
+        self._change(DeviceState.TRAINING, DeviceState.OFFLOADED, self._trainer.offload)
+        self._change(DeviceState.OFFLOADED, DeviceState.LOADED, lambda: self._rollout.update_weights(weights))
+        self._change(DeviceState.LOADED, DeviceState.ROLLOUT, self._rollout.wake)
 
-    def _change(self, before: Turn, after: Turn, change: Callable[[], object]) -> None:
-        if self.turn is not before:
-            raise SpecActorError(f"the device is at turn {self.turn}, and {after} follows {before} only")
-        self.turn = Turn.UNKNOWN
+    def _change(self, before: DeviceState, after: DeviceState, change: Callable[[], object]) -> None:
+        if self.state is not before:
+            raise SpecActorError(f"the state of the device is {self.state}, and {after} follows {before} only")
+        self.state = DeviceState.UNKNOWN
         change()
-        self.turn = after
+        self.state = after

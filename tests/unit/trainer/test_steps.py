@@ -267,14 +267,14 @@ def test_wherever_a_part_fails_what_was_learnt_is_saved(where: str, error: Excep
 def test_no_turn_of_the_device_is_left_out(world: World) -> None:
     rollout: Any = world
     turns = DeviceTurns(rollout, rollout)
-    with pytest.raises(SpecActorError, match="turn rollout, and offloaded follows training only"):
+    with pytest.raises(SpecActorError, match="rollout, and offloaded follows training only"):
         turns.to_rollout(WeightSet(0, ()))
     turns.to_trainer()
     world.fail["offload", 1] = ActorLostError("gone")
     with pytest.raises(ActorLostError):
         turns.to_rollout(WeightSet(0, ()))
-    assert turns.turn == "unknown" and not world.calls["update_weights"]
-    with pytest.raises(SpecActorError, match="turn unknown"):
+    assert turns.state == "unknown" and not world.calls["update_weights"]
+    with pytest.raises(SpecActorError, match="device is unknown"):
         turns.to_trainer()
 
 
