@@ -68,7 +68,7 @@ def training_table(name: str, results: Mapping[str, Any], totals: Mapping[str, A
         *_evaluation_rows(results),
         ("tokens/s", _number(results["tokens_per_s"], "{:.1f} of a rollout")),
         ("acceptance length", _number(results["acceptance_length"], "{:.2f} tokens per request and step")),
-        *([("drafts right", _right_by_method(drafted))] if drafted else ()),
+        *([("drafts right", _right_by_method(drafted, "{} {} of {:,}"))] if drafted else ()),
         ("rollout", _number(results["rollout_share"], "{:.0%} of the time of a step")),
         ("seconds", ", ".join(f"{phase} {value:,.0f} ({value / whole:.0%})" for phase, value in phases)),
     )
@@ -102,9 +102,10 @@ def _number_behind(name: str) -> int:
     return int(name.partition("@")[2])
 
 
-def _right_by_method(counts: Mapping[str, Sequence[int]]) -> str:
+def _right_by_method(counts: Mapping[str, Sequence[int]], form: str = "{} {}") -> str:
+    """Draft methods with the share of their tokens that were right, in a form that also gets the number of all."""
     return ", ".join(
-        f"{method} {_share(accepted / max(drafted, 1), drafted)} of {drafted:,}"
+        form.format(method, _share(accepted / max(drafted, 1), drafted), drafted)
         for method, (drafted, accepted) in counts.items()
     )
 

@@ -73,7 +73,8 @@ def test_parts_add_up_and_compare_step_by_step() -> None:
     assert parts_of([], []) == []
     console = Console(file=io.StringIO(), width=120)
     console.print(training_pairs_table(parts, "by third"))
-    assert "2.00 (2.00 to 2.00)" in console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2.00 (2.00 to 2.00)" in shown and "…" not in shown, "all columns have room"
 
 
 def test_what_drafters_judged_is_counted_by_method_and_from_new_weights_on_anew() -> None:
