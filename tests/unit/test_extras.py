@@ -17,7 +17,7 @@ EXTRAS = {
     "models/adapter": "rl",
     "learner/deepspeed": "deepspeed",
     "target/vllm": "vllm",
-    "cli/simulate.py": "demo",
+    "core/plot.py": "demo",
 }
 """Beginning of a path → the extra that its code is for; other code has the package's own requirements."""
 NAMED_BY_A_CHECK = {"triton", "wandb"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
@@ -26,26 +28,47 @@ TOKENS, STEPS, PROMPTS = 8, 10, tiny_prompt_ids(8)
 
 
 class Sampling:
-    """A rollout by the policy itself, in this process: `TOKENS` tokens of each output."""
+    """A rollout and its queue, by the policy itself in this process: `TOKENS` tokens of each output."""
 
     def __init__(self, policy: PolicyModel) -> None:
-        self._policy = policy
+        self._policy, self.queue, self.progress = policy, self, (0, 0)
+        self._begun: list[tuple[tuple[int, ...], SamplingParams, asyncio.Future[Trajectory]]] = []
+
+    def wake_verifiers(self) -> None:
+        pass
+
+    def encoded(self, prompt: str) -> tuple[int, ...]:
+        return tuple(PROMPTS[int(prompt)])
+
+    @contextlib.contextmanager
+    def opening_stream(self) -> Iterator[int]:
+        yield 1
+
+    async def begin(self, prompt: tuple[int, ...], sampling: SamplingParams, **_: Any) -> asyncio.Future[Trajectory]:
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._sample)
+        self._begun.append((prompt, sampling, loop.create_future()))
+        return self._begun[-1][2]
 
     @torch.no_grad()
-    def stream(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> Iterator[Trajectory]:
-        generator = torch.Generator().manual_seed(sampling.seed % 2**63)
-        for index, number in enumerate(prompts):
-            prompt = PROMPTS[int(number)]
-            ids, logprobs = torch.tensor([prompt] * n), torch.zeros(n, 0)
+    def _sample(self) -> None:
+        """Sample all outputs that were begun, those of a prompt together, each with its own seed."""
+        begun, self._begun = self._begun, []
+        for prompt in dict.fromkeys(one[0] for one in begun):
+            group = [one for one in begun if one[0] == prompt]
+            generators = [torch.Generator().manual_seed(one.seed % 2**63) for _, one, _ in group]
+            ids, logprobs = torch.tensor([prompt] * len(group)), torch.zeros(len(group), 0)
             for _ in range(TOKENS):
                 log_p = self._policy.model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
-                token = torch.multinomial(log_p.exp(), 1, generator=generator)
+                rows = zip(log_p.exp(), generators, strict=True)
+                token = torch.stack([torch.multinomial(row, 1, generator=own) for row, own in rows])
                 ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, log_p.gather(1, token)], 1)
-            for place in range(n):
-                output = ids[place, len(prompt) :].tolist()
-                values = {"prompt_token_ids": prompt, "logprobs": tuple(logprobs[place].tolist())}
+            for row, (_, _, future) in enumerate(group):
+                output = ids[row, len(prompt) :].tolist()
+                values = {"prompt_token_ids": prompt, "logprobs": tuple(logprobs[row].tolist())}
                 even = sum(one % 2 == 0 for one in output)
-                yield trajectory(output, (index, place), text=str(even / TOKENS), **values)
+                future.set_result(trajectory(output, text=str(even / TOKENS), **values))
 
 
 def curve(algorithm: str, seed: int) -> list[float]:
