@@ -46,7 +46,7 @@ PLAIN, DRAFTED = "plain", "drafted"
 
 @dataclass
 class StepPair:
-    """One step, rolled out in both ways; `seconds` by name of the way."""
+    """One step, rolled out in both ways. Seconds are by name of the way, `plain` or `drafted`."""
 
     step: int
     """Number of the step, from 1."""
@@ -138,8 +138,8 @@ class PairedMaker:
 
 
 def judged_between(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Draft method → tried and right draft tokens of its drafters between two reports (`Rollout.drafters`). New weights
-    begin anew."""
+    """Draft method → tried and right draft tokens of its drafters between two reports (`Rollout.drafters`). The
+    counts of new weights start at 0."""
     known = {(one["id"], one["version"]): one for one in before}
     found: dict[str, list[int]] = {}
     for one in after:
@@ -157,8 +157,8 @@ def supplied_of(metrics: RolloutMetrics) -> list[float]:
 
 
 def _by_place(experience: Experience) -> dict[tuple[int, int], Trajectory]:
-    """Trajectories by the order in which their step has them, and the sample."""
-    return {(number, one.sample_index): one for number, one in enumerate(experience.trajectories)}
+    """Trajectories by the indices of task and sample, which identify them in both rollouts of a step."""
+    return {(one.prompt_index, one.sample_index): one for one in experience.trajectories}
 
 
 def run_bench(config: Config, output: Path | None, console: Console, plain: Sequence[str] = ()) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def parts_of(steps: Sequence[Mapping[str, Any]], parts: Sequence[int]) -> list[d
         chosen = [one for one, place in zip(steps, parts, strict=True) if place == part]
         steps_s = {name: sum(one[name] for one in chosen) for name in _SECONDS}
         tokens = sum(one["tokens"] for one in chosen)
-        length = sum(one["tokens"] for one in chosen) / sum(one["tokens"] / one["acceptance_length"] for one in chosen)
+        length = tokens / sum(one["tokens"] / one["acceptance_length"] for one in chosen)
         found.append(
             {
                 "part": part,

@@ -73,7 +73,7 @@ class TokenScores(NamedTuple):
 Forward = Callable[[MicroBatch, int], TokenScores]
 """Scores a micro-batch in a number of chunks."""
 CHUNK_TOKENS = 1024
-"""Most positions whose logits exist at once."""
+"""Largest number of positions in a chunk: logits of one chunk are in memory at a time."""
 
 
 class PolicyModel(nn.Module):
@@ -105,7 +105,7 @@ class PolicyModel(nn.Module):
         return bool(self.model.config._attn_implementation == PACKED_NAME)
 
     def forward(self, batch: MicroBatch, chunks: int = 1) -> TokenScores:
-        """Score the output tokens of a micro-batch, in so many chunks."""
+        """Score the output tokens of a micro-batch in `chunks` chunks."""
         wanted = batch.mask > 0
         # Without any output token (an idle rank) one position still runs, so that all ranks do the same work.
         some = wanted
