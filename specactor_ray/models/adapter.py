@@ -8,24 +8,29 @@ that of the policy that the rollout ran. peft is imported on use, since it is an
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.training_schema import LoraConfig
 from specactor_ray.core.errors import ConfigError, clipped_text
 from specactor_ray.models.loading import load_empty_model, named_weights
+from specactor_ray.models.probe import eager_logprobs, far_from, probe_model
 
 _NAME = "default"
 _BASE = ".base_layer"
 _CHECKSUM = "base.crc32"
 """File with the checksum of the weights to which an adapter adds."""
+_TRIED = 0.25
+"""Norm of what a random adapter adds to a weight, as a share of the weight's."""
 _EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
 """Last names that peft takes for fused experts, in some families that have those, wherever such a layer is."""
 
@@ -68,7 +73,8 @@ def adapter_size(target: TargetConfig, lora: LoraConfig) -> int:
 
 class Adapter:
     """An adapter in a frozen model of float32 weights: that of a folder of `save`, or a new one, which changes nothing
-    yet. ConfigError: as `adapted_layers`; peft refuses a layer; or the folder's adapter belongs to other weights."""
+    yet. ConfigError: as `adapted_layers`; peft refuses a layer; the folder's adapter belongs to other weights; or the
+    model does not compute with an adapter what it does with the sum, which verifiers run."""
 
     def __init__(self, model: Any, lora: LoraConfig, folder: Path | None, seed: int) -> None:
         import peft
@@ -79,16 +85,57 @@ class Adapter:
                 problem = f"its weights are not those on which the adapter of {folder.parent} was trained."
                 raise ConfigError("target.model", problem, "name the model that the run began with.")
             self._peft: Any = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-            return
+        else:
+            self._peft = self._new(model, lora, seed)
+        self._refuse_unequal_sums(model)
+
+    @staticmethod
+    def _new(model: Any, lora: LoraConfig, seed: int) -> Any:
+        import peft
+
         names = adapted_layers(model, lora)
         settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):  # about Conv1D
             torch.manual_seed(seed)  # all ranks begin with the same one
             try:
-                self._peft = peft.get_peft_model(model, settings)
+                return peft.get_peft_model(model, settings)
             except ValueError as error:  # for example of layers whose weights a kernel reads
                 problem = f"peft cannot adapt {type(model).__name__}: {clipped_text(str(error))}."
                 raise ConfigError("trainer.lora.targets", problem, "name other layers.") from error
+
+    def _refuse_unequal_sums(self, model: Any) -> None:
+        """ConfigError if log-probabilities with some adapter differ from those with the sums in its place: a model may
+        read the weights of a layer without calling it, as kernels of recurrent layers do. The adapter stays."""
+        layers = {one.name.split(".")[-2]: one.layer for one in policy_weights(model) if one.layer is not None}
+        if not (far := self._difference(model, set(layers))):
+            return
+        bad = [kind for kind in layers if self._difference(model, {kind})] or list(layers)
+        problem = (
+            f"{type(model).__name__} gives other log-probabilities with an adapter of {', '.join(bad)} than with the "
+            f"merged weights, which verifiers run: they differ by {far}."
+        )
+        others = ", ".join(kind for kind in layers if kind not in bad)
+        fix = f"use trainer.lora.targets=[{others}]" if others else "train all weights (trainer.lora.rank=null)"
+        raise ConfigError("trainer.lora.targets", problem, f"{fix}.")
+
+    @torch.no_grad()
+    def _difference(self, model: Any, kinds: set[str]) -> str:
+        """What `far_from` says of a random adapter of the layers with these last names and of the sums."""
+        adapted = [(one.name.split(".")[-2], one.layer) for one in policy_weights(model) if one.layer is not None]
+        kept, generator = list[tuple[torch.Tensor, torch.Tensor]](), torch.Generator().manual_seed(0)
+        try:
+            for kind, layer in adapted:
+                matrix = layer.lora_B[_NAME].weight
+                kept.append((matrix, matrix.clone()))
+                matrix.copy_(torch.randn(matrix.shape, generator=generator))
+                size = layer.get_base_layer().weight.norm() / layer.get_delta_weight(_NAME).norm()
+                matrix.mul_(_TRIED * size if kind in kinds else 0.0)
+            with self.off(), _sums(layer for _, layer in adapted):
+                truth = probe_model(model)
+            return far_from(truth, eager_logprobs(model, truth.token_ids), exact=True)
+        finally:
+            for matrix, before in kept:
+                matrix.copy_(before)
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model computes what it did without the adapter, to the last bit."""
@@ -99,6 +146,34 @@ class Adapter:
         """Write the adapter, whose `PolicyWeight.matrices` these are, in the format of peft."""
         self._peft.save_pretrained(folder, state_dict=matrices, save_embedding_layers=False)
         (folder / _CHECKSUM).write_text(self._base)
+
+
+class _Sum(nn.Module):
+    """W to the sum."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self._change = functools.partial(layer.get_delta_weight, _NAME)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self._change()
+
+
+@contextlib.contextmanager
+def _sums(layers: Iterable[Any]) -> Iterator[None]:
+    """Inside, each read of the weight of one of these layers of peft, by whichever code, computes the sum: there is no
+    second copy of the weights."""
+    kept = [(base, dict(base._parameters), layer) for layer in layers for base in [layer.get_base_layer()]]
+    try:
+        for base, _, layer in kept:
+            parametrize.register_parametrization(base, "weight", _Sum(layer), unsafe=True)
+        yield
+    finally:
+        for base, parameters, _ in kept:
+            if parametrize.is_parametrized(base):
+                parametrize.remove_parametrizations(base, "weight", leave_parametrized=False)
+            base._parameters.clear()
+            base._parameters.update(parameters)  # in their order
 
 
 def _checksum(model: nn.Module) -> str:

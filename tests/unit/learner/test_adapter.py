@@ -200,6 +200,49 @@ def test_layers_that_peft_refuses_are_named() -> None:
         Adapter(make_model("mamba").requires_grad_(False), LoraConfig(rank=4), None, seed=0)
 
 
+@pytest.mark.parametrize(("kind", "layer"), [("jamba", "dt_proj"), ("llama", "down_proj"), ("mixtral", "k_proj")])
+def test_layers_whose_weights_are_read_without_a_call_are_refused(
+    kind: str, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of recurrent layers does so in transformers; here also code of one's own."""
+    model = make_model(kind).requires_grad_(False)
+    for parent in {type(one) for one in model.modules() if hasattr(one, layer) and kind != "jamba"}:
+        monkeypatch.setattr(parent, "forward", reading(parent.forward, layer))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with pytest.raises(ConfigError, match=rf"^trainer.lora.targets: .* adapter of {layer} than .* Fix: use") as refused:
+        Adapter(model, LoraConfig(rank=4), None, seed=0)
+    targets = str(refused.value).split("trainer.lora.targets=[")[1].rstrip("].").split(", ")
+    model = make_model(kind).requires_grad_(False)
+    assert layer not in targets and len(adapted_layers(model, LoraConfig(rank=4, targets=targets))) > 1
+    Adapter(model, LoraConfig(rank=4, targets=targets), None, seed=0)
+    after = {one.name: one.weight for one in policy_weights(model)}
+    assert list(after) == [name for name, _ in named_weights(make_model(kind))], "in their order"
+    assert all(torch.equal(after[name], weight) for name, weight in before.items() if name in after)
+
+
+def reading(forward: Any, layer: str) -> Any:
+    """A forward in which a layer is not called: its weight is read."""
+
+    def changed(module: Any, *args: Any, **kwargs: Any) -> Any:
+        linear = module._modules[layer]
+        module._modules[layer] = Read(linear)
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            module._modules[layer] = linear
+
+    return changed
+
+
+class Read(torch.nn.Module):
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = [linear]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.linear[0].weight, self.linear[0].bias)
+
+
 def test_targets_are_the_last_parts_of_names() -> None:
     for targets, named in (
         (["q_proj", "mlp.down_proj"], {"layers.0.self_attn.q_proj", "layers.0.mlp.down_proj"}),
