@@ -88,24 +88,19 @@ def collate(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
     """The samples at these indices as right-padded rows; without indices one row of padding with an empty mask, which
     has no effect."""
     chosen = [samples[i] for i in indices]
-    rows = max(len(chosen), 1)
-    length = max((sample.num_tokens for sample in chosen), default=2)
-    width = max((len(sample.output) for sample in chosen), default=1)
-    input_ids = torch.zeros((rows, length), dtype=torch.long)
-    attention_mask = torch.zeros((rows, length), dtype=torch.long)
-    attention_mask[:, 0] = 1
+    rows, width = max(len(chosen), 1), max((len(sample.output) for sample in chosen), default=1)
+    lengths = torch.tensor([sample.num_tokens for sample in chosen] or [1])
+    places = torch.arange(max(int(lengths.max()), 2))
+    input_ids, attention_mask = torch.zeros((rows, len(places)), dtype=torch.long), (places < lengths[:, None]).long()
     positions, targets = torch.zeros((rows, width), dtype=torch.long), torch.zeros((rows, width), dtype=torch.long)
     mask, logprobs = torch.zeros(rows, width), torch.zeros(rows, width)
     rewards, advantages = torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, width)
     for row, sample in enumerate(chosen):
-        prompt_len, output_len = len(sample.prompt), len(sample.output)
-        prompt, output = torch.tensor(sample.prompt), torch.tensor(sample.output)
-        input_ids[row, :prompt_len] = prompt
-        input_ids[row, prompt_len : prompt_len + output_len] = output
-        attention_mask[row, : prompt_len + output_len] = 1
+        tokens = torch.tensor(np.concatenate([sample.prompt, sample.output]))
+        input_ids[row, : len(tokens)] = tokens
         own = torch.nonzero(torch.tensor(sample.loss_mask))[:, 0]
-        positions[row, own] = own + (prompt_len - 1)
-        targets[row, own] = output[own]
+        positions[row, own] = own + (len(sample.prompt) - 1)
+        targets[row, own] = tokens[own + len(sample.prompt)]
         mask[row, own] = 1.0
         logprobs[row, own] = torch.tensor(sample.rollout_logprobs)[own]
         rewards[row, own[-1:]] = sample.reward

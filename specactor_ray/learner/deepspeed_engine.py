@@ -94,12 +94,7 @@ class DeepSpeedEngine(TorchEngine):
     whole on the CPU. (Loading it in pieces, under `zero.Init`, is incompatible with the way transformers loads.)"""
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        config: TrainerConfig,
-        rendezvous: Rendezvous,
-        device: torch.device,
-        tick: Tick,
+        self, policy: PolicyModel, config: TrainerConfig, rendezvous: Rendezvous, device: torch.device, tick: Tick
     ) -> None:
         import deepspeed
 

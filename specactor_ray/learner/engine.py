@@ -8,7 +8,7 @@ import functools
 import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +51,7 @@ class SavedPart:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
                         self.sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # three kinds of a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # three kinds of a full disk
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
 
@@ -95,9 +91,8 @@ class PolicyModel(nn.Module):
         self.temperature, self.entropy_gradient = temperature, entropy_gradient
         hidden = int(model.config.get_text_config().hidden_size)
         self.value_head = nn.Linear(hidden, 1) if value_head else None
-        if self.value_head is not None:
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+        for parameter in () if self.value_head is None else self.value_head.parameters():
+            nn.init.zeros_(parameter)
 
     @property
     def packed(self) -> bool:
@@ -196,7 +191,8 @@ class TorchEngine:
         lengths, packed = [sample.num_tokens for sample in samples], self.policy.packed
         for group in cut_by_tokens(lengths, self._config.micro_batch_tokens, packed):
             with layer_outputs(self.policy.model, layers) as outputs:
-                self.score(collate(samples, group).to(self.device))
+                batch = collate(samples, group).to(self.device)
+                self.score(replace(batch, mask=torch.zeros_like(batch.mask)))  # few for the output layer
             whole = torch.cat([outputs[layer] for layer in layers], dim=-1).float().cpu()
             rows = whole[0].split([lengths[index] for index in group]) if packed else whole
             for row, index in zip(rows, group, strict=True):
@@ -277,32 +273,27 @@ def make_optimizer(policy: nn.Module, config: TrainerConfig, device: torch.devic
 
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameters in two groups: matrices, with weight decay, and norms and biases, without."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    dims = [getattr(parameter, "ds_shape", parameter.shape) for parameter in trained]
-    decayed = [parameter for parameter, shape in zip(trained, dims, strict=True) if len(shape) >= 2]
-    others = [parameter for parameter, shape in zip(trained, dims, strict=True) if len(shape) < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    matrices, others = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            (matrices if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
+    groups = ((matrices, weight_decay), (others, 0.0))
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
 @contextlib.contextmanager
 def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Inside, the outputs of these decoder layers, `(B, L, hidden)`, are kept in the dictionary."""
     outputs: dict[int, torch.Tensor] = {}
-    modules = trunk_of(model).layers
 
-    def keeper(layer: int) -> object:
-        def keep(module: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            outputs[layer] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+    def keep(layer: int, module: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        outputs[layer] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
 
-        return keep
-
-    hooks = [modules[layer].register_forward_hook(keeper(layer)) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            module = trunk_of(model).layers[layer]
+            hooks.enter_context(module.register_forward_hook(functools.partial(keep, layer)))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:

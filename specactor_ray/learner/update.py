@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from specactor_ray.config.recipes import uses_values
 from specactor_ray.config.schema import Config
@@ -44,11 +45,7 @@ class PolicyUpdater:
     """Turns samples into optimizer steps; `reference` is the forward of a KL term's model."""
 
     def __init__(
-        self,
-        engine: TorchEngine,
-        recipe: AlgorithmConfig,
-        config: Config,
-        reference: Forward | None = None,
+        self, engine: TorchEngine, recipe: AlgorithmConfig, config: Config, reference: Forward | None = None
     ) -> None:
         assert recipe.clip_low is not None and recipe.clip_high is not None  # filled by `make_recipe`
         self._engine, self._recipe, self._config = engine, recipe, config.trainer
@@ -92,10 +89,8 @@ class PolicyUpdater:
         engine = self._engine
         lengths = [sample.num_tokens for sample in samples]
         groups = cut_by_tokens(lengths, self._config.micro_batch_tokens, engine.policy.packed)
-        whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
-        for row, sample in enumerate(samples):
-            whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        weights = token_weights(self._recipe, whole, self._max_tokens)
+        masks = [torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]
+        weights = token_weights(self._recipe, pad_sequence(masks, batch_first=True), self._max_tokens)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:
             batch = collate(samples, group).to(engine.device)

@@ -262,8 +262,11 @@ def test_hidden_states_are_the_models_own(max_tokens: int, packed: bool) -> None
     settings, samples = config(name="ppo"), make_samples(5)
     settings.trainer.micro_batch_tokens = max_tokens
     engine = TorchEngine(make_policy(settings, packed), settings.trainer)
-    layers = engine.policy.model.get_decoder().layers
+    layers, scored = engine.policy.model.get_decoder().layers, list[int]()
+    output_layer = engine.policy.model.get_output_embeddings()
+    output_layer.register_forward_hook(lambda _, inputs, __: scored.append(inputs[0].shape[-2]))
     states, plain = engine.hidden_states(samples, (0, 2)), make_policy(settings)
+    assert sum(scored) == len(samples), "the output layer runs for nothing"
     assert not any(layer._forward_hooks for layer in layers), "nothing is left behind"
     for sample, found in zip(samples, states, strict=True):
         ids = torch.tensor(np.concatenate([sample.prompt, sample.output]))[None]
