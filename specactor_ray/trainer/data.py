@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import json
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -27,6 +31,9 @@ _GYM, _HUB = "reasoning_gym:", "hf:"
 SOURCE = "data_source"
 """Key of a task's metadata with the name of its source, as in verl."""
 _LONGEST_PATTERN = 10_000
+_GENERATED, _TRIED, _ENCODED = 256, 1000, 64
+"""Numbers of prompts by which the longest one is found: made by a generated source; looked at, of those that seem
+longest; found to fit the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +267,20 @@ class MixedSource:
         return next((one.without_answer for one in self.sources if one.without_answer), "")
 
 
+def some_prompts(source: Source, most: int) -> Iterator[Prompt]:
+    """All prompts of tables, and `most` of each generated source."""
+    for part in source.sources if isinstance(source, MixedSource) else [source]:
+        step = 1 if isinstance(part, TableSource) else max(1, len(part) // most)
+        yield from (part[index].prompt for index in range(0, len(part), step))
+
+
+def _seeming_length(prompt: Prompt) -> float:
+    """About the number of tokens: of other characters than letters and spaces each is one, as of Chinese and digits."""
+    if not isinstance(prompt, str):
+        prompt = json.dumps(prompt, ensure_ascii=False, default=str)
+    return len(re.sub(r"[A-Za-z\s]", "", prompt)) + len(prompt) / 4
+
+
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
     """The prompt with `data.system_prompt` before it: as a separate message, or as text if `chat` is off."""
     if not config.system_prompt:
@@ -352,6 +373,12 @@ class TaskStream:
             self._orders[part] = (epoch, rng.permutation(size) if self._shuffle else np.arange(size))
         self.position += 1
         return part, sum(self._sizes[:part]) + int(self._orders[part][1][offset])
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that fits the model: as far as the prompts that seem longest have it."""
+        seeming = heapq.nlargest(_TRIED, some_prompts(self.source, _GENERATED), key=_seeming_length)
+        counts = (self._count_tokens(prompt) for prompt in seeming if not self.why_not(Task(0, prompt)))
+        return max(itertools.islice(counts, _ENCODED), default=self._max)
 
     def why_not(self, task: Task) -> str:
         """Why a task cannot be used, with its place; empty if it can."""

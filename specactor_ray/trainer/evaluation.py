@@ -12,13 +12,13 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import EvaluationConfig
 from specactor_ray.core.errors import ConfigError, InputError, UserError, clipped_text
 from specactor_ray.rollout.prompts import Prompt
-from specactor_ray.trainer.data import Source, TableSource, Task, TaskStream, open_source, unusable
+from specactor_ray.trainer.data import Source, TableSource, Task, TaskStream, open_source, some_prompts, unusable
 from specactor_ray.trainer.rewards import check_rewards
 
 logger = logging.getLogger(__name__)
 
 _COMPARED = 10_000
-"""Number of tasks of a generated source or a mixture that are compared with the held-out ones; of a table all are."""
+"""Number of tasks of a generated source that are compared with the held-out ones; of a table all are."""
 
 
 def hold_out(section: EvaluationConfig, source: Source) -> Callable[[Task], bool]:
@@ -95,6 +95,5 @@ def _share_of(stream: TaskStream, section: EvaluationConfig) -> list[Task]:
 
 def _in_training(tasks: list[Task], stream: TaskStream) -> int:
     """Number of tasks whose prompts are in the training's source."""
-    step = 1 if isinstance(stream.source, TableSource) else max(1, stream.size // _COMPARED)
-    trained = {_key(stream.source[index].prompt) for index in range(0, stream.size, step)}
+    trained = set(map(_key, some_prompts(stream.source, _COMPARED)))
     return sum(_key(task.prompt) in trained for task in tasks)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _FLOAT32 = 4
 FIXES = (
-    "a smaller trainer.micro_batch_tokens, target.kv_cache_gb or target.replicas, "
+    "a smaller trainer.micro_batch_tokens, target.max_model_len, target.kv_cache_gb or target.replicas, "
     "trainer.gradient_checkpointing=true, or algorithm.kl_coef=0."
 )
 
@@ -82,7 +82,7 @@ def train(
         run = open_run(config, stream.size)
         try:
             stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
-            memory = plan_memory(config)
+            memory = plan_memory(config, longest_sample(resolved, stream))
             check_memory(config, machine.free_bytes, memory, FIXES)
             check_turn_of_trainer(config, machine, memory)
             announce(resolved, run, memory, console, len(stream.held_out))
@@ -222,9 +222,17 @@ def announce(
         say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")
 
 
-def plan_memory(config: Config) -> dict[str, float]:
-    """Peak memory of each part of the run: estimates in bytes, on the safe side. ConfigError: the adapter does not fit
-    the model."""
+def longest_sample(resolved: Resolved, stream: TaskStream) -> int:
+    """Most tokens of a sample: the longest prompt with the longest output, or the context, which the messages of an
+    environment may fill."""
+    if resolved.config.environment.name is not None:
+        return resolved.context
+    return stream.longest_prompt() + resolved.config.sampling.max_tokens
+
+
+def plan_memory(config: Config, longest: int) -> dict[str, float]:
+    """Peak memory of each part of the run: estimates in bytes, on the safe side. `longest`: `longest_sample`.
+    ConfigError: the adapter does not fit the model."""
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
@@ -250,7 +258,8 @@ def plan_memory(config: Config) -> dict[str, float]:
         embedding = int(text.vocab_size) * int(text.hidden_size)
         copies = 1 if trainer.backend is TrainerBackend.deepspeed and trainer.zero_stage == 3 else trainer.ranks
         plan["trainer, reference model"] = copies * (size * item + embedding * (_FLOAT32 - item)) * 1.0
-    tokens = max(trainer.micro_batch_tokens, config.sampling.max_tokens)  # a longer sample is a micro-batch by itself
+    whole_step = trainer.prompts_per_step * config.data.n * longest
+    tokens = max(min(trainer.micro_batch_tokens, whole_step), longest)  # a longer sample is a micro-batch by itself
     plan["trainer, activations"] = trainer.ranks * activation_bytes(text, tokens, trainer.gradient_checkpointing)
     # The version in the object store, and the next one while it is sent.
     plan["object store, two versions of the weights"] = 2.0 * size * ITEM_BYTES[target.dtype]

@@ -17,18 +17,30 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.core.files import append_json
-from specactor_ray.models.loading import load_model
+from specactor_ray.models.loading import load_model, load_tokenizer
+from specactor_ray.models.shapes import count_parameters
+from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.runs.records import read_records
 from specactor_ray.runs.training import compare_settings, keep_dtype, open_run, settings_of
 from specactor_ray.startup.machine import Devices, Machine, devices_of
 from specactor_ray.startup.memory import check_memory, check_turn_of_trainer, settle_caches
 from specactor_ray.startup.mode import settle
 from specactor_ray.startup.resolve import resolve
-from specactor_ray.trainer.run import FIXES, checked_tasks, dtype_note, plan_memory, prepared
+from specactor_ray.trainer.run import (
+    FIXES,
+    activation_bytes,
+    checked_tasks,
+    dtype_note,
+    longest_sample,
+    plan_memory,
+    prepared,
+)
 from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 HERE = Machine(16)
+LONGEST = 128
+"""Tokens of a sample."""
 ADAPTED = ["trainer.lora.rank=8", "trainer.lora.targets=[q_proj]"]
 
 
@@ -177,21 +189,42 @@ def test_the_memory_plan(tmp_path: Path) -> None:
     plans, head = {}, f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     for where in ("off", "trainer"):
         config = settled(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
-        plans[where] = plan_memory(config)
+        plans[where] = plan_memory(config, LONGEST)
     assert 0.5 * 2**30 < plans["off"]["draft actors, 1 x eagle"] < 2**30
     (learning,) = plans["trainer"].keys() - plans["off"].keys()
     # At least the states it learns from: so many positions of three layers of 64 numbers.
     assert learning == "trainer, learning of eagle" and plans["trainer"][learning] > 8192 * 3 * 64 * 4
-    check_memory(config, 16 * 2**30, plan_memory(config), FIXES)
+    check_memory(config, 16 * 2**30, plan_memory(config, LONGEST), FIXES)
     with pytest.raises(ConfigError, match=r"0.10 GiB(.|\n)*trainer.micro_batch_tokens"):
-        check_memory(config, 0.1 * 2**30, plan_memory(config), FIXES)
+        check_memory(config, 0.1 * 2**30, plan_memory(config, LONGEST), FIXES)
+
+
+def test_the_memory_plan_has_the_longest_sample(tmp_path: Path) -> None:
+    """Its prompt is the longest that fits the model; with an environment a sample may fill the context. No micro-batch
+    has more tokens than a step."""
+    words, file, tokenizer = "the red fox sleeps", tmp_path / "long.jsonl", load_tokenizer(str(tiny_target()))
+    prompts = [*[" ".join([words] * count) for count in (1, 7, 20, 90)], " ".join(["9 8 7 6"] * 12)]
+    counts = [len(encode_prompt(tokenizer, prompt, True)) for prompt in prompts]
+    assert counts[2] < counts[4] < 140 < counts[3] and len(prompts[4]) < len(prompts[2]), "digits are tokens"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    mixed = ["data.path=null", f"data.mixture=[{{path: {tmp_path / 'tasks.jsonl'}}}, {{path: {file}}}]"]
+    turns = ["environment.name=retry", "environment.max_turns=2"]
+    small = ["sampling.max_tokens=100", "target.max_model_len=240", "reward.functions=[{name: length}]"]
+    for more, tokens in (([f"data.path={file}"], counts[4] + 100), (mixed, counts[4] + 100), (turns, 240)):
+        resolved = resolve(prepared(settings(tmp_path, *small, "trainer.micro_batch_tokens=30", *more)), HERE)
+        config, text = resolved.config, count_parameters(str(tiny_target()), False)[1]
+        longest = longest_sample(resolved, checked_tasks(resolved))
+        assert longest == tokens
+        for most, planned in ((30, longest), (1000, 1000), (1 << 20, 8 * 4 * longest)):
+            config.trainer.micro_batch_tokens = most
+            assert plan_memory(config, longest)["trainer, activations"] == activation_bytes(text, planned, False)
 
 
 def test_a_gpu_that_cannot_hold_the_trainers_turn_is_refused(tmp_path: Path) -> None:
     overrides = ["target.gpus=1", "trainer.gpus=1", "trainer.colocate=true", "trainer.dtype=bfloat16"]
     config = prepared(settled(tmp_path, *overrides))
     assert config.trainer.offload, "they take turns"
-    machine, plan = Machine(2, 1, (80 * 2**30,)), plan_memory(config)
+    machine, plan = Machine(2, 1, (80 * 2**30,)), plan_memory(config, LONGEST)
     assert devices_of(config, trains=True).fit(Devices(16, 1))
     check_turn_of_trainer(config, machine, plan)
     billions = {**plan, "trainer, weights, gradients, moments": 16 * 7e9}
@@ -215,13 +248,14 @@ def test_the_memory_plan_of_an_adapter(tmp_path: Path) -> None:
     checked with it."""
     size, key = load_model(str(tiny_target())).num_parameters(), "trainer, weights, gradients, moments"
     whole, adapted = (
-        plan_memory(settled(tmp_path, "algorithm.kl_coef=0.1", *more)) for more in ([], ["trainer.lora.rank=2"])
+        plan_memory(settled(tmp_path, "algorithm.kl_coef=0.1", *more), LONGEST)
+        for more in ([], ["trainer.lora.rank=2"])
     )
     trained = 2 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 176) * 3)  # in four layers
     assert whole[key] - adapted[key] == 4 * (3 * size - 4 * trained)
     assert whole.keys() - adapted.keys() == {"trainer, reference model"}
     with refused("trainer.lora.targets", "'qproj' matches nothing", "q_proj"):
-        plan_memory(settled(tmp_path, "trainer.lora.rank=2", "trainer.lora.targets=[qproj]"))
+        plan_memory(settled(tmp_path, "trainer.lora.rank=2", "trainer.lora.targets=[qproj]"), LONGEST)
 
 
 def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
