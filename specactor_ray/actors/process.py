@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from specactor_ray.transport.messages import WeightSet, transfer_s
 if TYPE_CHECKING:
     from specactor_ray.models.weight_buckets import WeightBucket, WeightLayout
     from specactor_ray.verify.drafting import Drafting
+
+logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 300.0
 """Longest wait for the loop to carry out a command between two steps, and for weights to arrive, beside the time for
@@ -60,8 +63,10 @@ def collected_once() -> Iterator[None]:
 class ActorHost:
     """Services of an actor's process: calls, time, models. The simulator has its own implementation."""
 
-    def __init__(self) -> None:
-        self.calls = Calls()
+    def __init__(self, calls: Calls | None = None) -> None:
+        self.calls = calls or Calls()
+        self._broadcast, self._lock = 0, threading.Lock()
+        """Version of the last broadcast that this process took part in."""
 
     @property
     def clock(self) -> Clock:
@@ -105,12 +110,29 @@ class ActorHost:
         return build_proposer(drafter_on_node(drafter, target, device), target, device)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
-        """All tensors of a version, as views of the object store's memory. FetchError if they do not arrive."""
+        """All tensors of a version: by its broadcast, or if that fails as views of the object store's memory.
+        FetchError if they do not arrive."""
+        if weights.broadcast is not None and (received := self._receive(weights)):
+            return self.unpack(received)
         try:
             buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S + weights.transfer_s)
         except CallError as error:
             raise FetchError(f"weights of version {weights.version}: {error}") from None
         return self.unpack(buckets)
+
+    def _receive(self, weights: WeightSet) -> Sequence[WeightBucket]:
+        """The buckets by their broadcast; none if it fails, or if this process takes or took part in it already."""
+        from specactor_ray.actors.broadcast import receive
+
+        with self._lock:
+            if weights.version <= self._broadcast:  # the answer to the first call was lost
+                return ()
+            self._broadcast = weights.version
+        try:
+            return receive(weights)
+        except FetchError as error:
+            logger.warning("the broadcast of weights of version %d failed: %s", weights.version, error)
+            return ()
 
     def unpack(self, buckets: Sequence[WeightBucket]) -> dict[str, Any]:
         """The tensors of these buckets by name."""

@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 import ray
 import torch
 
-from specactor_ray.actors.process import collected_once, configure_process, put_weights
+from specactor_ray.actors.broadcast import WeightSender, uses_nccl
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, collected_once, configure_process, put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import Config, DrafterConfig
+from specactor_ray.config.training_schema import WeightTransport
 from specactor_ray.distill.eagle import EagleExample
 from specactor_ray.distill.training import EagleLearner, choose_samples, load_learner
 from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.deepspeed_engine import Rendezvous
+from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
 from specactor_ray.learner.engine import SavedPart
 from specactor_ray.learner.trainer import Trainer
 from specactor_ray.models.offload import held_by, offload, reload
@@ -26,6 +28,8 @@ from specactor_ray.models.weight_buckets import pack
 from specactor_ray.transport.messages import WeightSet
 
 T = TypeVar("T")
+SENDING = "sending"
+"""Concurrency group of broadcasts: one that waits for a lost receiver delays no update."""
 HEARTBEAT = "heartbeat"
 """Concurrency group that answers while the rank computes. All else runs in the one thread of the default group: OpenMP
 teams and CUDA contexts belong to threads."""
@@ -86,6 +90,7 @@ class TrainerActor:
         self._calls = calls if calls is not None else Calls()
         self._trainer: Trainer | None = None
         self._online: OnlineDrafter | None = None
+        self._sender: WeightSender | None = None
         self._pieces = 0
         self._last: dict[str, tuple[Hashable, Any]] = {}
 
@@ -111,6 +116,9 @@ class TrainerActor:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed, which other packages import where it is installed
         torch.set_num_threads(threads)
         self._trainer = Trainer(config, checkpoint, rendezvous, self._tick)
+        if config.trainer.weight_transport is WeightTransport.broadcast and self._trainer.rank == 0:
+            address = LOOPBACK if config.cluster.address == "local" else ray.util.get_node_ip_address()
+            self._sender = WeightSender(ray.get_runtime_context().current_actor, address, uses_nccl(config))
         drafter = online_drafter(config)
         if drafter is not None:
             self._online = OnlineDrafter(drafter, config, self._trainer, self._calls)
@@ -130,6 +138,12 @@ class TrainerActor:
         """Put the weights into the object store as this version; they live as long as the result is held. Rank 0's
         result counts. `number` identifies the request: a repeated request has the same number, the next one another."""
         return self._once("export_weights", number, lambda: self._export(version))
+
+    @ray.method(concurrency_group=SENDING)
+    def send_weights(self, weights: WeightSet) -> None:
+        """Send a version to the members of its broadcast. FetchError: it failed."""
+        assert self._sender is not None  # it made the offer
+        self._sender.send(weights, self._calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S))
 
     def save(self, folder: str, number: int) -> SavedPart:
         """Write this rank's part of a checkpoint; disk errors are in the result. `number`: as in `export_weights`."""
@@ -152,6 +166,8 @@ class TrainerActor:
             version, trainer.buckets(), self._calls, layout=trainer.layout
         )  # all ranks gather together
         trainer.tick()
+        if self._sender is not None:
+            weights = self._sender.offer(weights, self._calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S))
         return weights if trainer.rank == 0 else None
 
     def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:

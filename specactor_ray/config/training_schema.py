@@ -68,6 +68,17 @@ class TrainerBackend(str, Enum):
     """ZeRO over `trainer.ranks` processes."""
 
 
+class WeightTransport(str, Enum):
+    """Way of new weights from the trainer to the verifiers."""
+
+    auto = "auto"
+    """`object_store`."""
+    object_store = "object_store"
+    """Ray's object store, which verifiers of the trainer's node map without a copy."""
+    broadcast = "broadcast"
+    """One broadcast to all verifiers, by gloo, or by NCCL where both sides have GPUs; the object store if it fails."""
+
+
 class Schedule(str, Enum):
     """Learning rate after the warm-up."""
 
@@ -283,6 +294,9 @@ class TrainerConfig:
     with a checkpoint."""
     weight_bucket_mb: int = at_least(1, default=256)
     """Size of one piece of weights sent to the verifiers, in 2**20 bytes."""
+    weight_transport: WeightTransport = WeightTransport.auto
+    """`object_store`, or `broadcast`: a process group of the trainer and all verifiers; whatever fails in it comes from
+    the object store. `auto` is `object_store`."""
     stall_timeout_s: float = positive(600.0)
     """Longest time in seconds without progress of a rank (a micro-batch, an optimizer step, a bucket of weights, a file
     written, the model loaded) until it counts as hung and the run ends. Raise it if one of these takes longer."""

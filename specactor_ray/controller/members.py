@@ -58,6 +58,10 @@ class Channel:
         """Whether the last version failed in a way that no repetition mends."""
         return self._failures > 0 and isinstance(self.error, WeightsError | InputError)
 
+    def is_new(self, version: int) -> bool:
+        """Whether this version would be sent now, for the first time."""
+        return self._call is None and version not in (self.acked, self._sent)
+
     def update(self, version: int, now: float, send: Callable[[], Call]) -> None:
         """Take an answer that has arrived. Then send this version, unless the actor has it or a call is in flight.
         After a failure it is sent again two seconds later."""

@@ -17,6 +17,7 @@ from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.cluster.calls import Call
 from specactor_ray.config.methods import hosted_drafters, online_drafter
 from specactor_ray.config.schema import Config
+from specactor_ray.controller.broadcasts import Broadcasts
 from specactor_ray.controller.members import UPDATE_TIMEOUT_S, Channel, Member
 from specactor_ray.controller.seating import group_of
 from specactor_ray.core.clock import Clock
@@ -137,6 +138,9 @@ class WeightSync:
         """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""
         self._replicas = config.target.replicas
         self._trials = Trials(0, self._replicas)
+        self._broadcasts = Broadcasts()
+        self._sending: Call | None = None
+        """Call of a broadcast's sender."""
         self._in_place = 0
         """Version of the policy that all verifiers have."""
         self._changed = clock.condition()
@@ -185,9 +189,10 @@ class WeightSync:
         """Send missing weights and take the answers that have arrived. Never blocks."""
         with self._changed:
             ready = [member for member in members if member.phase is Phase.READY and member.error is None]
+            current, verifiers = self._newest.get(VERIFIER), [one for one in ready if one.key == VERIFIER]
+            self._plan(current, verifiers, now)
             for member in ready:
                 self._update_one(member, now)
-            current, verifiers = self._newest.get(VERIFIER), [one for one in ready if one.key == VERIFIER]
             served = any(map(self._is_current, verifiers))
             # Once it is in place, one that fails is replaced while another one serves.
             if current is not None and not (served and self._in_place == current.version):
@@ -198,6 +203,20 @@ class WeightSync:
             for member in ready:
                 self._mark(member)
 
+    def _plan(self, current: WeightSet | None, verifiers: list[Member], now: float) -> None:
+        """Take the answer of a broadcast's sender, and let it begin the next one."""
+        if self._sending is not None and self._sending.poll():
+            self._broadcasts.end(str(self._sending.error or ""))
+            self._sending = None
+        if current is None or current.broadcast is None or self.is_refused:
+            return
+        for one in verifiers:
+            one.weights[VERIFIER].poll(now)
+        first = [one for one in verifiers if one.weights[VERIFIER].is_new(current.version)]
+        if (planned := self._broadcasts.plan(current, [one.actor_id for one in first])) is not None:
+            sender, limit_s = current.broadcast.sender, UPDATE_TIMEOUT_S + current.load_s
+            self._sending = first[0].calls.start(sender, "send_weights", planned, deadline_s=limit_s, retry=False)
+
     def _update_one(self, member: Member, now: float) -> None:
         for key, weights in self._newest.items():
             if self._receivers[key] != member.key:
@@ -205,9 +224,11 @@ class WeightSync:
             if key == VERIFIER and self.is_refused:
                 member.weights[key].poll(now)
             else:
-                limit_s = UPDATE_TIMEOUT_S + 2 * weights.transfer_s  # they arrive, and are loaded
-                send = functools.partial(member.call, "load_weights", weights, deadline_s=limit_s)
-                member.weights[key].update(weights.version, now, send)
+                member.weights[key].update(weights.version, now, functools.partial(self._send, member, weights))
+
+    def _send(self, member: Member, weights: WeightSet) -> Call:
+        limit_s, weights = UPDATE_TIMEOUT_S + weights.load_s, self._broadcasts.of(weights, member.actor_id)
+        return member.call("load_weights", weights, deadline_s=limit_s)
 
     def _mark(self, member: Member) -> None:
         """Mark a member that serves, or that must be replaced."""

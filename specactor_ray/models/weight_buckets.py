@@ -9,7 +9,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,8 +42,8 @@ class WeightBucket:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    data: np.ndarray
-    """uint8: the tensors one after the other, each from a multiple of `_ALIGNMENT` bytes on."""
+    data: Any
+    """uint8 array: the tensors one after the other, each from a multiple of `_ALIGNMENT` bytes on."""
 
 
 def grouped(
@@ -68,11 +68,11 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch
     without a wait between two."""
     named = [(name, tensor.detach()) for name, tensor in tensors]
     kinds, on_gpu = tuple(dtypes[name] for name, _ in named), any(part.is_cuda for _, part in named)
-    size = sum(_padded(part.numel() * kind.itemsize) for (_, part), kind in zip(named, kinds, strict=True))
+    bucket = WeightBucket(tuple(name for name, _ in named), tuple(tuple(part.shape) for _, part in named), kinds, None)
+    size = bucket_bytes(bucket)
     # numpy asks for huge pages, which makes the first write of a large array faster.
     data = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() if on_gpu else np.empty(size, np.uint8)
-    names, shapes = tuple(name for name, _ in named), tuple(tuple(part.shape) for _, part in named)
-    bucket = WeightBucket(names, shapes, kinds, data)
+    bucket = replace(bucket, data=data)
     for (_, place), (_, part) in zip(unpack(bucket), named, strict=True):
         place.copy_(part, non_blocking=True)
     if on_gpu:
@@ -87,6 +87,12 @@ def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
         size = math.prod(shape) * dtype.itemsize
         yield name, data[begin : begin + size].view(dtype).view(shape)
         begin += _padded(size)
+
+
+def bucket_bytes(bucket: WeightBucket) -> int:
+    """Bytes of a bucket, which may lack its data."""
+    sizes = zip(bucket.shapes, bucket.dtypes, strict=True)
+    return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in sizes)
 
 
 def padded_bytes(tensor: torch.Tensor) -> int:

@@ -243,7 +243,7 @@ class RequestQueue:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
         # From this call on the controller may be updating actors, even if its answer is late.
         self.weight_version = weights.version
-        limit_s, begin = self._sync_timeout_s + 2 * weights.transfer_s, self._calls.clock.now()
+        limit_s, begin = self._sync_timeout_s + weights.load_s, self._calls.clock.now()
         if self._asleep:
             self._ask("hold", False)  # of a lost verifier another one takes the weights
         drained = self.pause(policy)

@@ -166,7 +166,8 @@ class SimulatedHost(ActorHost):
     """Interface of a simulated process to its actor."""
 
     def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
-        self._world, self._clock, self.calls = world, network.clock(actor), network.calls(actor)
+        super().__init__(network.calls(actor))
+        self._world, self._clock = world, network.clock(actor)
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass

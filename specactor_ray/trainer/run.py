@@ -16,7 +16,7 @@ from specactor_ray.config.methods import is_named, online_drafter
 from specactor_ray.config.recipes import make_recipe
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
-from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend
+from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBackend, WeightTransport
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError
@@ -161,6 +161,10 @@ def prepared(config: Config) -> Config:
     keep_dtype(config)
     if config.target.dtype == AUTO and not config.target.gpus and config.trainer.dtype == "float32":
         config.target.dtype = "float32"
+    if config.trainer.weight_transport is WeightTransport.broadcast:
+        from specactor_ray.actors.broadcast import require_broadcast  # torch takes seconds
+
+        require_broadcast(config)
     paths = [one.path for one in config.data.mixture] or [config.data.path or ""]
     generated = all(path.startswith("reasoning_gym:") for path in paths)
     if not config.reward.functions:
@@ -262,7 +266,10 @@ def plan_memory(config: Config, longest: int) -> dict[str, float]:
     tokens = max(min(trainer.micro_batch_tokens, whole_step), longest)  # a longer sample is a micro-batch by itself
     plan["trainer, activations"] = trainer.ranks * activation_bytes(text, tokens, trainer.gradient_checkpointing)
     # The version in the object store, and the next one while it is sent.
-    plan["object store, two versions of the weights"] = 2.0 * size * ITEM_BYTES[target.dtype]
+    sent = 1.0 * size * ITEM_BYTES[target.dtype]
+    plan["object store, two versions of the weights"] = 2.0 * sent
+    if trainer.weight_transport is WeightTransport.broadcast:
+        plan[f"verifiers, {target.replicas} x weights that arrive"] = target.replicas * sent
     return plan
 
 

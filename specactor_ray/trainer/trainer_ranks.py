@@ -230,7 +230,7 @@ def _place(config: Config, run: str, held: contextlib.ExitStack) -> list[Any]:
 
 
 def _launch(config: Config, run: str, rank: int, strategy: Any) -> Any:
-    from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
+    from specactor_ray.actors.trainer import HEARTBEAT, SENDING, TrainerActor
 
     trainer = config.trainer
     shares_cores = trainer.cores is None and not trainer.gpus
@@ -239,7 +239,7 @@ def _launch(config: Config, run: str, rank: int, strategy: Any) -> Any:
         actor_name(run, f"trainer-{rank}"),
         strategy,
         config.run.log_level,
-        groups={HEARTBEAT: 1},
+        groups={HEARTBEAT: 1, SENDING: 1},
         num_cpus=0.0 if shares_cores else float(trainer.cores or 1),
         num_gpus=trainer.gpus / 2 if trainer.colocate else trainer.gpus,
         runtime_env={"env_vars": limit_spins()},

@@ -229,6 +229,30 @@ class Refused:
     reason: str
 
 
+JOIN_S, SLOWEST_S = 30.0, 10.0
+"""Longest time in seconds until all members of a broadcast have met; and of its transfers beside that for their
+size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """A process group of the trainer's rank 0 and verifiers that brings a version, which the object store has, too."""
+
+    sender: Any
+    """Handle of rank 0, which sends."""
+    address: str
+    port: int
+    """Where the members meet."""
+    heads: tuple[Any, ...] = ()
+    """The `WeightBucket`s without their data."""
+    on_gpus: bool = False
+    """NCCL in place of gloo."""
+    rank: int = 0
+    """Rank of the process that gets this message."""
+    size: int = 0
+    """Number of members; 0: not planned yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSet:
     """One version of the target's weights, or of those taught to a draft method, from 1 (0 is the configured model):
@@ -241,16 +265,28 @@ class WeightSet:
     """The draft method; empty: the target."""
     probe: Probe | None = field(default=None, compare=False)
     """What an engine computes with these weights; None where none is made, as for draft methods."""
+    broadcast: Broadcast | None = field(default=None, compare=False)
+    """A way to get them beside the object store."""
 
     @property
     def transfer_s(self) -> float:
-        """Seconds that limits of their arrival and load have for their size."""
+        """Seconds that limits of their transfer have for their size."""
         return transfer_s(self.num_bytes)
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that limits of arrival and load have beside a fixed time; with a broadcast that fails before."""
+        return 2.0 * self.transfer_s + (broadcast_s(self.num_bytes) if self.broadcast is not None else 0.0)
 
 
 def transfer_s(num_bytes: int) -> float:
     """Longest transfer of this many bytes, in seconds: 100 MB/s, less than any network of a cluster has."""
     return num_bytes / 1e8
+
+
+def broadcast_s(num_bytes: int) -> float:
+    """Longest broadcast of this many bytes, in seconds; one that is still on its way after them is given up."""
+    return JOIN_S + 2.0 * SLOWEST_S + transfer_s(num_bytes)
 
 
 ToRollout = Progress | PromptScores | Finished | Refused

@@ -89,7 +89,7 @@ class SimulatedTrainerActor(TrainerActor):
     """The product's trainer actor, without a model."""
 
     def __init__(self, actor: VirtualActor, simulation: Simulation, rank: int, weights: int) -> None:
-        self._online, self._pieces, self._last = None, 0, {}
+        self._online, self._sender, self._pieces, self._last = None, None, 0, {}
         clock = VirtualClock(simulation.kernel, actor.process)
         self._trainer: Any = _Rank(rank, weights, clock, self._tick)
         self._trainer.use_device = functools.partial(simulation.models.use_device, "trainer", actor)

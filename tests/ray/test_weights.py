@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import threading
@@ -23,16 +24,21 @@ from specactor_ray.cli.report import status_table
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import WeightTransport
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.errors import InputError, WeightsError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.learner.trainer import WEIGHTS
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout import rollout as rollout_module
+from specactor_ray.trainer.trainer_ranks import trainer_group
+from tests.fakes.broadcasting import KILLS, NotingVerifier
 from tests.fakes.dropping import DroppingVerifier
 from tests.local_ray import local_ray
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_eagle, tiny_target
+from tests.unit.learner.test_update import make_samples
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -147,16 +153,16 @@ def test_outputs_are_those_of_the_new_checkpoint(rollout: Rollout, tmp_path: Pat
     assert tokens(rollout) == expected[0], "a stream wakes the verifiers"
 
 
-def drop_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts of this process start verifiers with an engine that drops a tensor."""
-    actors = (DroppingVerifier, DraftActor)
+def start_with(verifier: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts of this process start verifiers of this class."""
+    actors = (verifier, DraftActor)
     monkeypatch.setattr(
         rollout_module, "start_controller", lambda config, held: start_controller(config, actors, held=held)
     )
 
 
 def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop_a_tensor(monkeypatch)
+    start_with(DroppingVerifier, monkeypatch)
     weights = load_model(str(tiny_target())).state_dict()
     with Rollout(config(tiny_target(), target={**TARGET, "replicas": 2})) as rollout:
         for version in (1, 2):
@@ -170,6 +176,36 @@ def test_an_engine_that_drops_one_tensor_is_found_and_not_replaced(monkeypatch: 
     for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
         with pytest.raises(InputError, match="closed"):
             use()
+
+
+def all_have(rollout: Rollout, version: int) -> bool:
+    return [one["weight_version"] for one in rollout.status()] == [version] * 2
+
+
+def test_weights_by_broadcast_are_those_of_the_object_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Version 2 loses a verifier in the middle; its replacement comes after the plan."""
+    start_with(NotingVerifier, monkeypatch)
+    settings = config(tiny_target(), target={"replicas": 2}, run={"dir": str(tmp_path)})
+    settings.trainer.weight_transport = WeightTransport.broadcast
+    with Rollout(settings) as rollout, trainer_group(settings, rollout.run_name) as trainer:
+        prompts, outputs = make_samples(3), set[str]()
+        for version in (1, 2, 3):
+            trainer.update(prompts, version, seed=version)
+            trainer.save(tmp_path / str(version))
+            if version == 2:
+                (tmp_path / KILLS).write_text("2")
+            rollout.update_weights(trainer.export_weights(version))
+            expected = list(plain_tokens(tmp_path / str(version) / WEIGHTS, PROMPTS, SAMPLING).values())
+            assert tokens(rollout) == expected
+            outputs.add(str(expected))
+            if version == 2:
+                wait_until(functools.partial(all_have, rollout, 2), "a replacement with the version", 120.0)
+                assert tokens(rollout) == expected
+        assert len(outputs) == 3 and rollout.update_weights(tmp_path / "3" / WEIGHTS) == 4
+        assert tokens(rollout) == expected, "which came from the object store"
+    ways = [(tmp_path / f"version-{version}").read_text().splitlines() for version in (1, 2, 3, 4)]
+    assert ways[0] == ways[2] == ["broadcast"] * 2 and ways[3] == ["object store"] * 2
+    assert len(ways[1]) == 2 and ways[1][1] == "object store", "the late one needs no group"
 
 
 def test_heads_get_every_version_that_they_are_taught() -> None:

@@ -66,7 +66,11 @@ class HandMember(Member):
 
     def sent(self, method: str) -> list[tuple[Any, ...]]:
         """Arguments of all calls of this method."""
-        return [one.arguments for one in self.transport.sent if one.method == method]
+        return self.sent_to(self.actor_id, method)
+
+    def sent_to(self, actor: str, method: str) -> list[tuple[Any, ...]]:
+        """The same of an actor that it stands for."""
+        return [one.arguments for one in self.transport.sent if (one.actor, one.method) == (actor, method)]
 
     @property
     def versions(self) -> list[int]:

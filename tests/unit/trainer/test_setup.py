@@ -100,6 +100,20 @@ def test_refused_configurations(override: str, key: str, named: str, tmp_path: P
         prepared(settings(tmp_path, *override.split("; ")))
 
 
+def test_a_transport_that_torch_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overrides(*more: str) -> Config:
+        return prepared(settings(tmp_path, "trainer.weight_transport=broadcast", "trainer.gpus=1", *more))
+
+    for backend, gpus in (("nccl", 1), ("gloo", 0)):  # of the target
+        with monkeypatch.context() as patch:
+            patch.setattr(f"torch.distributed.is_{backend}_available", lambda: False)
+            with refused("trainer.weight_transport", backend, "trainer.weight_transport=object_store"):
+                overrides(f"target.gpus={gpus}")
+            if gpus:  # one GPU for both, or several processes with the target's GPUs
+                overrides("target.gpus=1", "trainer.colocate=true")
+                overrides("target.gpus=2", "target.tensor_parallel=2", "target.backend=vllm")
+
+
 def test_tasks_that_cannot_be_used(tmp_path: Path) -> None:
     no_answer = "data.answer_key=solution; data.n=1; algorithm.name=ppo"
     for override, named in (
