@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.yaml", "summary.json", "run.lock"
 TRAJECTORIES_FILE, PARTIAL_FILE = "trajectories.jsonl", "trajectories.jsonl.partial"
+UNSCORED_FILE = "unscored.jsonl.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -198,6 +199,7 @@ def discard_run_folder(folder: Path) -> None:
     """Remove the files of a run that ended before it began, and its folders if they are empty then."""
     partial = folder / PARTIAL_FILE
     if not partial.exists() or not partial.stat().st_size:
-        for path in (folder / PARTIAL_FILE, folder / CONFIG_FILE, *folder.glob("config-from-step-*.yaml")):
+        names = (PARTIAL_FILE, UNSCORED_FILE, CONFIG_FILE)
+        for path in (*(folder / name for name in names), *folder.glob("config-from-step-*.yaml")):
             path.unlink(missing_ok=True)
         remove_if_empty(folder, folder.parent)

@@ -50,7 +50,7 @@ from specactor_ray.runs.folder import (
     results_in,
     save_run_config,
 )
-from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
+from specactor_ray.runs.trajectories import Finished, TrajectoryWriter, lease_interrupted, read_finished
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import Resolved, resolve
 
@@ -119,6 +119,8 @@ class Tally:
     failures: Counter[str] = field(default_factory=Counter)
     """Reason of failure → number of times."""
     tokens: int = 0
+    unscored: int = 0
+    """Number of those that have no reward yet, which are in no other count."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count a trajectory in the form of `Trajectory.to_json`."""
@@ -171,8 +173,8 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
-            writer = TrajectoryWriter(folder)
-            there = read_finished(writer, rows, config) if found else []
+            writer = TrajectoryWriter(folder, scorer is not None)
+            there = read_finished(writer, rows, config) if found else Finished()
             if config.resume == "auto" and found is None:
                 lines = (*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins")
             save_run_config(config, folder)
@@ -237,7 +239,7 @@ def _run(
     encoded: list[Encoded],
     folder: Path,
     writer: TrajectoryWriter,
-    there: list[dict[str, Any]],
+    there: Finished,
     console: Console,
     scorer: RowScorer | None,
 ) -> RunOutcome:
@@ -248,11 +250,11 @@ def _run(
     config, begin, started = resolved.config, time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: mode {config.mode.value}; results go to {folder}")
     tally = Tally(len(rows) * config.data.n, None if scorer is None else Scores(config.reward.pass_threshold))
-    if there:
-        say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
+    if resumed := len(there.rows) + len(there.unscored):
+        say(console, f"run {config.run.name}: resumed, {resumed} of {tally.total} trajectories are there")
     for note in resolved.notes:
         say(console, note)
-    for row in there:
+    for row in there.rows:
         tally.add(row)
     with Rollout(resolved) as rollout:
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
@@ -269,7 +271,8 @@ def _run(
                 status, error = "failed", "every trajectory failed"
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interruption(interrupt)
-            saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
+            ended = tally.finish_reasons.total() + tally.unscored
+            saved = f"{ended} finished trajectories are saved" if ended else "nothing was finished yet"
             say(console, f"{error}: shutting down, {saved}; the same command with resume=auto continues")
             ignore_signals()
         except Exception as failure:
@@ -282,7 +285,7 @@ def _run(
                 "error": error,
                 "started": started,
                 "start_seconds": round(start_seconds, 3),
-                "resumed": len(there),
+                "resumed": resumed,
                 **_figures(rollout, tally, time.monotonic() - begin),
                 "output": str((writer.path if done else writer.partial).resolve()),
             }
@@ -300,13 +303,13 @@ def _consume(
     writer: TrajectoryWriter,
     tally: Tally,
     console: Console,
-    there: Sequence[Mapping[str, Any]],
+    there: Finished,
     scorer: RowScorer | None,
 ) -> None:
-    skip = {(row["prompt_index"], row["sample_index"]) for row in there}
+    written, waiting = ({(row["prompt_index"], row["sample_index"]) for row in part} for part in there)
     unscored, scored = dict[Future[Any], list[dict[str, Any]]](), queue.SimpleQueue[Future[Any]]()
     if scorer is not None:
-        scorer.resume(there)
+        scorer.resume(there.rows)
 
     def read() -> tuple[int, int, int, float]:
         metrics, ended = rollout.metrics(), tally.finish_reasons
@@ -317,21 +320,31 @@ def _consume(
             writer.write(row)
         tally.add(row)
 
+    def take(row: dict[str, Any], is_new: bool) -> None:
+        if scorer is None or row["finish_reason"] == "error":
+            keep(row)
+        else:
+            with results_in(writer.partial.parent):
+                if is_new:
+                    writer.write_unscored(row)
+            tally.unscored += 1
+        if scorer is not None and (group := scorer.submit(row)):
+            unscored[group[1]] = group[0]
+            group[1].add_done_callback(scored.put)
+
     def keep_scored() -> None:
         future = scored.get()
         for row, (score, problem) in zip(unscored.pop(future), future.result(), strict=True):
             failed = {"reward_error": problem, "reward": rollout.config.reward.failure_value}
-            if (row["prompt_index"], row["sample_index"]) not in skip:  # else it is in the file
+            if (row["prompt_index"], row["sample_index"]) not in written:
+                tally.unscored -= 1
                 keep(row | (failed if problem else asdict(score)))
 
     with rollout_progress(console, "rollout", tally.total, read):
-        for trajectory in rollout.stream(rows, skip=skip, encoded=encoded):
-            row = trajectory.to_json()
-            if scorer is None or trajectory.finish_reason == "error":
-                keep(row)
-            if scorer is not None and (group := scorer.submit(row)):
-                unscored[group[1]] = group[0]
-                group[1].add_done_callback(scored.put)
+        for row in there.unscored:
+            take(row, is_new=False)
+        for trajectory in rollout.stream(rows, skip=written | waiting, encoded=encoded):
+            take(trajectory.to_json(), is_new=True)
             while not scored.empty():
                 keep_scored()
         while unscored:

@@ -1,7 +1,7 @@
 """Trajectories of a rollout in a file, and the choice of the interrupted run to which more are added.
 
 Trajectories go to a partial file, each in one write as soon as it ended, so an interrupted run keeps all finished ones;
-the file gets its final name once the last trajectory is in it.
+the file gets its final name once the last trajectory is in it. Those that are scored are in a file of their own before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specactor_ray.config import Config
 from specactor_ray.config.schema import AUTO
@@ -23,6 +23,7 @@ from specactor_ray.runs.folder import (
     CONFIG_FILE,
     PARTIAL_FILE,
     TRAJECTORIES_FILE,
+    UNSCORED_FILE,
     RunLease,
     lease_unfinished,
     saved_config,
@@ -45,43 +46,62 @@ _KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 
-class TrajectoryWriter:
-    """Appends trajectories to the file in a run's folder, also to that of an interrupted run; half a line at its end is
-    dropped with the first write. For one process: that of the run's lease. InputError: the file cannot be opened."""
+class _Lines:
+    """Appends lines to a file, also to that of an interrupted run; half a line at its end is dropped with the first
+    write. For one process: that of the run's lease. InputError: the file cannot be opened."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
-            self.partial.touch()
-            with open(self.partial, "r+b") as file:
+            path.touch()
+            with open(path, "r+b") as file:
                 content = file.read()
         except OSError as error:
-            raise InputError(f"run.dir: {self.partial} cannot be opened ({error.strerror})") from None
+            raise InputError(f"run.dir: {path} cannot be opened ({error.strerror})") from None
         self.kept = content[: content.rfind(b"\n") + 1]
         """Whole lines that an interrupted run left."""
         self._torn = len(self.kept) < len(content)
-        self.count = self.kept.count(b"\n")
-        """Number of trajectories in the file."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line. It is in the file when this returns, or not at all (a full disk raises OSError)."""
-        self._drop_half_a_line()
-        append_json(self.partial, row)
-        self.count += 1
+        self.drop_half_a_line()
+        append_json(self.path, row)
+
+    def drop_half_a_line(self) -> None:
+        if self._torn:
+            os.truncate(self.path, len(self.kept))
+            self._torn = False
+
+
+class TrajectoryWriter:
+    """Writes the trajectories of a run; of one whose outputs are `scored` first to a file of those without a reward,
+    which a reward of a whole group leaves there for long. Raises as `_Lines`."""
+
+    def __init__(self, folder: Path, scored: bool = False) -> None:
+        self.path, unscored = folder / TRAJECTORIES_FILE, folder / UNSCORED_FILE
+        self.file = _Lines(folder / PARTIAL_FILE)
+        self.unscored = _Lines(unscored) if scored or unscored.exists() else None
+        self.partial = self.file.path
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a trajectory; see `_Lines.write`."""
+        self.file.write(row)
+
+    def write_unscored(self, row: Mapping[str, Any]) -> None:
+        """Append a trajectory that is scored before it is written."""
+        assert self.unscored is not None
+        self.unscored.write(row)
 
     def complete(self) -> None:
         """Give the file its name, since all trajectories are in it; `flush` comes before."""
+        if self.unscored is not None:
+            self.unscored.path.unlink(missing_ok=True)
         os.rename(self.partial, self.path)
 
     def flush(self) -> None:
         """Bring all trajectories to the disk."""
-        self._drop_half_a_line()
+        self.file.drop_half_a_line()
         flush_entry(self.partial)
-
-    def _drop_half_a_line(self) -> None:
-        if self._torn:
-            os.truncate(self.partial, len(self.kept))
-            self._torn = False
 
 
 def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
@@ -113,17 +133,33 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
     return found
 
 
-def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], config: Config) -> list[dict[str, Any]]:
-    """The trajectories of rows of prompts that an interrupted run left, in the form of `Trajectory.to_json`.
+class Finished(NamedTuple):
+    """Trajectories that an interrupted run left, in the form of `Trajectory.to_json`."""
+
+    rows: Sequence[dict[str, Any]] = ()
+    unscored: Sequence[dict[str, Any]] = ()
+    """Those without a reward yet."""
+
+
+def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], config: Config) -> Finished:
+    """The trajectories of rows of prompts that an interrupted run left.
 
     Raises:
         InputError: A trajectory is malformed or duplicate, or of other prompts, another seed or a larger group; the
             message has its line.
     """
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
     prompts = [split_row(row) for row in given]
-    for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
-        where = f"{writer.partial}, line {number}"
+    rows = _read(writer.file, prompts, config)
+    ended = {} if writer.unscored is None else _read(writer.unscored, prompts, config)
+    return Finished(list(rows.values()), [row for place, row in ended.items() if place not in rows])
+
+
+def _read(
+    file: _Lines, prompts: Sequence[tuple[Prompt, Mapping[str, Any]]], config: Config
+) -> dict[tuple[int, int], dict[str, Any]]:
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for number, line in enumerate(file.kept.split(b"\n")[:-1], start=1):
+        where = f"{file.path}, line {number}"
         try:
             row = parse_json(line.decode())
             index, sample = row["prompt_index"], row["sample_index"]
@@ -142,4 +178,4 @@ def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], confi
                 "a new run under another run.name"
             )
         rows[index, sample] = row
-    return list(rows.values())
+    return rows

@@ -26,6 +26,12 @@ def hissing_or_kills(sample: RewardSample) -> float:
     return hissing(sample)
 
 
+def slow_on_text(sample: RewardSample) -> float:
+    """The number of characters, after a while for outputs that are no made-up ones."""
+    time.sleep(0.3 * (sample.text == "text"))
+    return float(len(sample.text))
+
+
 def raises_on_even_length(sample: RewardSample) -> float:
     if len(sample.token_ids) % 2 == 0:
         raise RuntimeError("even")

@@ -89,6 +89,11 @@ def trajectory(index: int, error: str = "") -> Trajectory:
     return Trajectory(*fields, RequestStats(), error, prompt="abc"[index])
 
 
+def sample(index: int, number: int) -> Trajectory:
+    sampling = SamplingParams(seed=derive_seed(0, index, number))
+    return replace(trajectory(index), sample_index=number, sampling=sampling)
+
+
 class TestRun:
     @pytest.fixture(autouse=True)
     def _fake_rollout(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,6 +187,41 @@ class TestRun:
         rewards = [(row["prompt_index"], row["sample_index"], row.get("reward")) for row in found]
         assert rewards[:2] == [(0, 0, None), (1, 0, None)], "those of the interrupted run are there once, as they were"
         assert sorted(rewards[2:]) == [(0, 1, 2104.0), (1, 1, 1004.0)]
+
+    @pytest.mark.parametrize("function", ["reward_forms:rank", "reward_functions:slow_on_text"])
+    def test_outputs_without_a_reward_yet_are_in_an_interrupted_run(self, function: str) -> None:
+        """Of a group that had not ended, and of a function that takes its time: by Ctrl-C, and by kill -9, which leaves
+        what is in the files at that time; again and again, and also if nothing is scored any more."""
+        reward = {"functions": [{"name": f"tests.fakes.{function}"}], "workers": 1}
+        first, others = (
+            [sample(*one) for one in some] for some in (((0, 1), (1, 0), (2, 1)), ((0, 0), (1, 1), (2, 0)))
+        )
+        killed = functools.partial(shutil.copytree, "runs/r", "runs/killed")
+        shown = io.StringIO()
+        self.run(*first[:2], killed, first[2], KeyboardInterrupt(), reward=reward, n=2, shown=shown)
+        assert "3 finished trajectories are saved" in shown.getvalue()
+        shutil.copytree("runs/r", "runs/plain")
+        found = dict[str, list[dict[str, Any]]]()
+        for name, there in (("r", 3), ("killed", 2), ("plain", 3)):
+            with (Path("runs") / name / "unscored.jsonl.partial").open("a") as file:
+                file.write('{"half')
+            given = {"name": name, "n": 2, "resume": "auto", "reward": {} if name == "plain" else reward}
+            assert self.run(others[0], KeyboardInterrupt(), **given).summary["resumed"] == there
+            outcome = self.run(*others[1:], *first[there:], **given)
+            assert len(FakeRollout.skipped) == outcome.summary["resumed"] == there + 1
+            assert {path.name for path in outcome.folder.iterdir()} == {
+                "config.yaml", "summary.json", "trajectories.jsonl",
+            }  # fmt: skip
+            rows = [json.loads(line) for line in (outcome.folder / "trajectories.jsonl").read_text().splitlines()]
+            found[name] = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+            assert outcome.summary["trajectories"]["finished"] == len(rows) == 6
+        assert found["r"] == found["killed"]
+        assert [row | {"reward": 0, "rewards": 0} for row in found["plain"]] == [
+            row | {"reward": 0, "rewards": 0} for row in found["r"]
+        ]
+        ranked = function.endswith("rank")
+        expected = [2004.0, 2104.0] * 3 if ranked else [4.0] * 6
+        assert [row["reward"] for row in found["r"]] == expected and "reward" not in found["plain"][0]
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
