@@ -73,11 +73,16 @@ def counted_by_kind(reasons: Mapping[str, int]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Type and text of an error, and the line of the user's code that led to it, if there is one."""
+    """Type and text of an error, and the line of the user's code that led to it, if there is one. Half a surrogate
+    pair, which no file and no terminal takes, is escaped."""
+    try:
+        text = str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as own:  # noqa: BLE001 - a user's class may raise anything
+        text = f"its text raises {type(own).__name__}"
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_A_USERS:
-            return f"{type(error).__name__}: {error} ({Path(frame.f_code.co_filename).name}, line {line})"
-    return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {text} ({Path(frame.f_code.co_filename).name}, line {line})"
+    return f"{type(error).__name__}: {text}"
 
 
 def place_of(function: Any) -> str:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.config.fields import reject_unlisted
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.schema import Config
@@ -221,7 +223,7 @@ def finite_number(value: Any, what: str) -> float:
     """A number as float; so are true and false, and arrays and tensors without dimensions. A text is none, also one of
     digits: a function that returns it did not compare anything. Raises ValueError, which begins with `what`."""
     plain = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
+    if not isinstance(plain, numbers.Real) or not math.isfinite(plain) or np.ma.is_masked(value):
         raise ValueError(f"{what} {clipped(value)}, which is no finite number")
     return float(plain)
 

@@ -50,6 +50,20 @@ def value_of(sample: RewardSample) -> object:
     return RETURNED[sample.answer or ""]
 
 
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def raises_for(sample: RewardSample) -> float:
+    """An error that has no text, or one that no file takes."""
+    if sample.text == "no text":
+        raise NoTextError
+    if sample.text == "half":
+        raise ValueError("\ud83d")
+    return 1.0
+
+
 def takes_two(text: str, answer: str) -> float:
     return 1.0
 
@@ -64,6 +78,7 @@ RETURNED: dict[str, Any] = {
     "bool_": np.bool_(True),
     "array0": np.array(0.25),
     "tensor0": torch.tensor(0.25),
+    "masked": np.ma.masked,
     "nan": float("nan"),
     "inf": -math.inf,
     "text": "1.0",

@@ -120,6 +120,14 @@ def test_what_counts_as_a_number(value: str, form: str) -> None:
     assert (form != "batch_of") or other == Score(0.5, {FORMS + form: 0.5})
 
 
+def test_errors_without_a_text_cost_their_own_sample_alone() -> None:
+    samples = [sample(text, metadata={"level": "easy"}) for text in ("no text", "fine", "half")]
+    outcomes = scorer_of(FORMS + "raises_for", FORMS + "above_mean")(samples)
+    assert [score is not None for score, _ in outcomes] == [False, True, False]
+    assert outcomes[0][1].startswith("NoTextError: its text raises RuntimeError (reward_forms.py, line ")
+    assert outcomes[2][1].startswith(r"ValueError: \ud83d (reward_forms.py, line ") and outcomes[2][1].isprintable()
+
+
 @pytest.mark.parametrize(
     ("value", "outcome"),
     [
