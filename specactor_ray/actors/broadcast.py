@@ -114,7 +114,7 @@ def _join(store: Any, weights: WeightSet) -> Any:
     """The group of this version, once all of its ranks are there."""
     plan, end = weights.broadcast, SYSTEM.now() + JOIN_S
     assert plan is not None
-    store = distributed.PrefixStore(f"weights-{weights.version}", store)
+    store = distributed.PrefixStore(plan.group, store)
     store.set(str(plan.rank), "")
     store.wait([str(rank) for rank in range(plan.size)], timedelta(seconds=JOIN_S))
     left = timedelta(seconds=max(end - SYSTEM.now(), 1.0))

@@ -122,17 +122,21 @@ class ActorHost:
 
     def _receive(self, weights: WeightSet) -> Sequence[WeightBucket]:
         """The buckets by their broadcast; none if it fails, or if this process takes or took part in it already."""
-        from specactor_ray.actors.broadcast import receive
-
         with self._lock:
             if weights.version <= self._broadcast:  # the answer to the first call was lost
                 return ()
             self._broadcast = weights.version
         try:
-            return receive(weights)
+            return self.join_broadcast(weights)
         except FetchError as error:
             logger.warning("the broadcast of weights of version %d failed: %s", weights.version, error)
             return ()
+
+    def join_broadcast(self, weights: WeightSet) -> Sequence[WeightBucket]:
+        """The buckets of a planned version, by the group of its members. FetchError: it failed."""
+        from specactor_ray.actors.broadcast import receive
+
+        return receive(weights)
 
     def unpack(self, buckets: Sequence[WeightBucket]) -> dict[str, Any]:
         """The tensors of these buckets by name."""

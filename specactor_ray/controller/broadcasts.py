@@ -24,8 +24,9 @@ class Broadcasts:
 
     def __init__(self) -> None:
         self._version, self._is_open, self._failed = 0, False, 0
-        self._size, self._ranks = 0, dict[str, int]()
-        """Members of the last group, and the ranks of verifiers that have not got the version yet."""
+        self._planned: WeightSet | None = None
+        self._ranks = dict[str, int]()
+        """Verifiers that have not got the planned version yet."""
 
     def plan(self, weights: WeightSet, verifiers: Sequence[str]) -> WeightSet | None:
         """The version as its sender gets it, if it goes to these verifiers by broadcast."""
@@ -34,16 +35,20 @@ class Broadcasts:
         self._version, self._ranks = weights.version, {}
         if self._is_open or self._failed >= _MOST_FAILED:
             return None
-        self._is_open, self._size = True, 1 + len(verifiers)
-        self._ranks = {name: rank for rank, name in enumerate(verifiers, 1)}
-        return replace(weights, broadcast=replace(weights.broadcast, size=self._size))
+        self._is_open, self._ranks = True, {name: rank for rank, name in enumerate(verifiers, 1)}
+        # Other runs may broadcast the same version of the same trainer.
+        group = f"{weights.version} to {verifiers[0]}"
+        self._planned = replace(weights, broadcast=replace(weights.broadcast, group=group, size=1 + len(verifiers)))
+        return self._planned
 
     def of(self, weights: WeightSet, verifier: str) -> WeightSet:
         """The version as this verifier gets it now."""
         if weights.broadcast is None:
             return weights
-        rank = self._ranks.pop(verifier, 0) if weights.version == self._version else 0
-        return replace(weights, broadcast=replace(weights.broadcast, rank=rank, size=self._size) if rank else None)
+        planned, rank = self._planned, self._ranks.pop(verifier, 0) if weights.version == self._version else 0
+        if not rank or planned is None or planned.broadcast is None:
+            return replace(weights, broadcast=None)
+        return replace(planned, broadcast=replace(planned.broadcast, rank=rank))
 
     def end(self, problem: str) -> None:
         """Take the answer of the sender: empty, or why the broadcast failed."""

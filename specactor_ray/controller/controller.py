@@ -148,8 +148,8 @@ class Controller:
         self._post(lambda: self._weights.offer(weights))
 
     def hold(self, is_held: bool) -> None:
-        """Start no actor until the hold ends: others use the memory. Returns when none is in its start, which may take
-        as long as a start."""
+        """Start no actor until the hold ends: others use the memory. Returns when none is in its start or its end,
+        which may take as long as a start."""
         self._post(functools.partial(setattr, self._fleet, "is_held", is_held))
         while is_held and not (self._rests or self._stopping.is_set()):
             self._clock.sleep(_SYNC_TICK_S)
@@ -243,7 +243,9 @@ class Controller:
         members, now = list(self._fleet.members.values()), self._clock.now()
         self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
-        self._rests = self._fleet.is_held and self._fleet.is_at_rest(self._weights.is_refused)
+        # A process that was told to end may still have memory.
+        is_at_rest = self._fleet.is_at_rest(self._weights.is_refused) and not self._backend.poll_ends()
+        self._rests = self._fleet.is_held and is_at_rest
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:

@@ -25,6 +25,8 @@ from specactor_ray.core.errors import (
 from specactor_ray.simulation.kernel import Fiber, Kernel, Process, VirtualClock
 
 _CONCURRENCY = 8
+_BESIDE = ("heartbeat", "send_weights")
+"""Methods with concurrency groups of their own: they run beside all others."""
 _DETECTION_S = (0.01, 1.0)
 """Least and most seconds from the end of an actor to the errors of its callers."""
 
@@ -81,7 +83,7 @@ class VirtualActor:
     """Calls that would fail if the actor died now."""
     node_lost: bool = False
     concurrency: int = _CONCURRENCY
-    """Most calls at a time. Calls of the method `heartbeat` do not count, as in a separate concurrency group."""
+    """Most calls at a time. Those of `_BESIDE` do not count."""
 
     def lost(self) -> ActorLostError:
         """The error of calls to the actor once its process has ended."""
@@ -115,8 +117,7 @@ class CallInFlight:
             network.fail_later(self.reference, actor.lost())
         else:
             actor.open_calls[self.reference] = None
-            # A heartbeat is answered beside all other calls, because it has its own concurrency group.
-            if self.method == "heartbeat" and actor.instance is not None:
+            if self.method in _BESIDE and actor.instance is not None:
                 network.kernel.spawn(self.run, "call", actor.process)
             else:
                 actor.queue.append(self.run_in_turn)

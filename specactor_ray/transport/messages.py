@@ -247,6 +247,8 @@ class Broadcast:
     """The `WeightBucket`s without their data."""
     on_gpus: bool = False
     """NCCL in place of gloo."""
+    group: str = ""
+    """Name of the group, which no other one has; set with the plan, like rank and size."""
     rank: int = 0
     """Rank of the process that gets this message."""
     size: int = 0

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.actors.specs import ActorSpec
+from specactor_ray.core.clock import Clock
+from specactor_ray.core.errors import FetchError
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.cluster import SimulatedHost
@@ -19,6 +21,38 @@ from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
 from specactor_ray.table.view import TableView
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.transport.messages import JOIN_S, SLOWEST_S, WeightSet
+
+
+class Groups:
+    """Process groups of broadcasts: they bring the weights if all members live until the end."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, dict[int, VirtualActor]] = {}
+        self.clashes: list[str] = []
+        """Ranks that two processes had."""
+        self.whole = 0
+        """Broadcasts that a verifier received."""
+
+    def take_part(self, actor: VirtualActor, clock: Clock, weights: WeightSet) -> None:
+        """As `actors.broadcast`: returns when the weights are there; FetchError if the group failed."""
+        plan = weights.broadcast
+        assert plan is not None
+        members, end = self._members.setdefault(plan.group, {}), clock.now() + JOIN_S
+        if plan.rank in members or not 0 <= plan.rank < plan.size:
+            self.clashes.append(f"rank {plan.rank} of {plan.size} in group {plan.group!r}")
+        members[plan.rank] = actor
+        while len(members) < plan.size:
+            if clock.now() >= end:
+                raise FetchError("not all have met")
+            clock.sleep(0.05)
+        clock.sleep(zlib.crc32(plan.group.encode()) % 100 / 100)
+        if any(one.process.dead for one in members.values()):
+            raise FetchError("a member is gone")
+        if any(one.process.frozen for one in members.values()):
+            clock.sleep(SLOWEST_S)
+            raise FetchError("a member hangs")
+        self.whole += plan.rank > 0
 
 
 @dataclass
@@ -37,6 +71,7 @@ class ModelFaults:
     """Actors with memory on the device that `trainer.offload` shares."""
     crowds: list[str] = field(default_factory=list)
     """Times at which both had."""
+    groups: Groups = field(default_factory=Groups)
 
     def use_device(self, kind: str, actor: VirtualActor, uses: bool) -> None:
         (self.users[kind].add if uses else self.users[kind].discard)(actor)
@@ -51,6 +86,10 @@ class FaultyHost(SimulatedHost):
     def __init__(self, network: Network, actor: VirtualActor, world: World, faults: ModelFaults) -> None:
         super().__init__(network, actor, world)
         self._network, self._actor, self._faults = network, actor, faults
+
+    def join_broadcast(self, weights: WeightSet) -> list[Any]:
+        self._faults.groups.take_part(self._actor, self.clock, weights)
+        return [self._network.get(reference) for reference in weights.buckets]
 
     def build_engine(self, spec: ActorSpec) -> SimulatedEngine:
         use_device = functools.partial(self._faults.use_device, "verifiers", self._actor)

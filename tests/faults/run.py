@@ -161,7 +161,7 @@ class Simulation(VirtualRun):
             self.fail(str(error))
         for name, crash in kernel.crashes:
             self.fail(f"{name} raised {type(crash).__name__}: {crash}")
-        report.violations += self.models.crowds
+        report.violations += [*self.models.crowds, *self.models.groups.clashes]
         report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
         report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
         kernel.close()

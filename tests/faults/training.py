@@ -27,7 +27,7 @@ from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
 from specactor_ray.trainer.steps import Training as Steps
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
-from specactor_ray.transport.messages import WeightSet
+from specactor_ray.transport.messages import Broadcast, WeightSet
 from tests.number_text import stopped_output
 
 if TYPE_CHECKING:
@@ -94,10 +94,15 @@ class SimulatedTrainerActor(TrainerActor):
         self._trainer: Any = _Rank(rank, weights, clock, self._tick)
         self._trainer.use_device = functools.partial(simulation.models.use_device, "trainer", actor)
         self._transport = VirtualTransport(simulation.network, actor)
+        self._actor, self._clock, self._groups = actor, clock, simulation.models.groups
 
     def _export(self, version: int) -> WeightSet | None:
         bucket = self._transport.put(self._trainer.weights)
-        return WeightSet(version, (bucket,), 1) if self._trainer.rank == 0 else None
+        offer = Broadcast(self._actor, "", 0)
+        return WeightSet(version, (bucket,), 1, broadcast=offer) if self._trainer.rank == 0 else None
+
+    def send_weights(self, weights: WeightSet) -> None:
+        self._groups.take_part(self._actor, self._clock, weights)
 
 
 @dataclass

@@ -103,9 +103,10 @@ class Members:
         if not self.pipes[0].closed:
             self.pipes[0].send((True, WeightSet(version, (version,), PARTS << 22), NEVER, 0))
             self.weights = self.pipes[0].recv()
-        group, pipes = self.weights.broadcast, [self.pipes[rank] for rank in (0, *ranks)]
+        pipes = [self.pipes[rank] for rank in (0, *ranks)]
+        group = replace(self.weights.broadcast, group=f"{version} to {ranks[0]}", size=len(pipes))
         for rank, pipe in enumerate(pipes):
-            plan = replace(self.weights, version=version, broadcast=replace(group, rank=rank, size=len(pipes)))
+            plan = replace(self.weights, version=version, broadcast=replace(group, rank=rank))
             pipe.send((False, plan, at if rank == faulty else NEVER, fault))
         return [self._answer(pipe, fault if rank == faulty else 0) for rank, pipe in enumerate(pipes)]
 

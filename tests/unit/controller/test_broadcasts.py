@@ -176,6 +176,12 @@ def test_a_version_that_is_given_up_is_sent_to_nobody() -> None:
     assert run.members[1].versions == []
 
 
+def test_two_runs_with_the_same_version_of_a_trainer_have_groups_of_their_own() -> None:
+    """`bench train` sends each version to a plain rollout and to one with drafts."""
+    plans = [Broadcasts().plan(version_of(1), [f"{VERIFIER}-0#{suffix}"]) for suffix in "ab"]
+    assert len({plan.broadcast.group for plan in plans if plan and plan.broadcast}) == 2
+
+
 def test_limits_cover_a_broadcast_that_fails_and_the_fetch_after_it() -> None:
     plain = WeightSet(1, (), 10**9)
     assert plain.load_s == 20.0 and version_of(1, 10**9).load_s == 20.0 + JOIN_S + 20.0 + 10.0

@@ -11,6 +11,7 @@ from specactor_ray.simulation.network import VirtualActor
 from tests.faults.__main__ import Campaign, main, replay_line, run_campaign, show
 from tests.faults.injector import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
 from tests.faults.run import FaultScenario, Simulation, simulate
+from tests.faults.training import STEPS
 from tests.unit.simulation.test_mutants import pings_are_taken_for_progress
 
 
@@ -54,6 +55,15 @@ def test_training_ends_as_without_faults(kind: str) -> None:
     assert report.restarts if kind in ("kill trainer", "kill controller") else True
 
 
+def test_weights_come_by_broadcast_and_a_group_that_loses_members_costs_no_step() -> None:
+    """Without faults every verifier gets all versions so; with them some."""
+    calm = Simulation(FaultScenario(6, requests=16, training=True))
+    assert calm.run().violations == [] and calm.models.groups.whole == STEPS * calm.scenario.verifiers
+    plan = FaultPlan(("kill verifier", "freeze actor", "bad links"), 12, 0.8)
+    rough = Simulation(FaultScenario(6, requests=16, training=True, faults=plan))
+    assert rough.run().violations == [] and 0 < rough.models.groups.whole < STEPS * rough.scenario.verifiers
+
+
 LONG_BLOCKADE = FaultScenario(
     3100091,
     verifiers=1,
@@ -72,7 +82,10 @@ LONG_BLOCKADE = FaultScenario(
 """Poison requests block the only verifier for more than five minutes, which is no standstill."""
 
 # What these found, in the product or in the simulator, is mended; they stay, whatever they find now.
-FOUND = [FaultScenario.draw(24, 50), FaultScenario.draw(800139, 50), FaultScenario.draw(1300125, 100), LONG_BLOCKADE]
+FOUND = [
+    *(FaultScenario.draw(24, 50), FaultScenario.draw(800139, 50), FaultScenario.draw(1300125, 100), LONG_BLOCKADE),
+    FaultScenario.draw(9020, 25, 24),
+]
 
 
 @pytest.mark.parametrize("scenario", FOUND, ids=lambda scenario: str(scenario.seed))
