@@ -12,7 +12,7 @@ import yaml
 
 from specactor_ray.core.errors import InputError, did_you_mean
 from specactor_ray.core.files import parse_json, read_foreign
-from specactor_ray.runs.checkpoint import CheckpointStore, best_of
+from specactor_ray.runs.checkpoint import CheckpointStore
 from specactor_ray.runs.folder import CONFIG_FILE, LOCK_FILE, PARTIAL_FILE, SUMMARY_FILE
 from specactor_ray.runs.records import EVALUATIONS_FILE, METRICS_FILE
 from specactor_ray.runs.training import CHECKPOINTS
@@ -66,8 +66,7 @@ class RunFiles:
     def best_checkpoint(self) -> Path | None:
         """The best one that is complete, else the newest; None without any."""
         where = self._config("checkpoint").get("dir") or self.folder / CHECKPOINTS
-        sound = CheckpointStore(Path(where).expanduser(), 1, True).sound()
-        return best_of(sound) or (sound[-1] if sound else None)
+        return CheckpointStore(Path(where).expanduser(), 1, True).best()
 
     def step(self, number: int | None) -> Mapping[str, Any] | None:
         """The record of a step with a timeline; default: of the slowest one, None if there is none. Raises InputError

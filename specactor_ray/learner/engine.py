@@ -163,7 +163,7 @@ class TorchEngine:
         self.policy, self._config, self._tick = policy, config, tick
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
-        self.forward: Forward = functools.partial(in_dtype, policy, self.device, config.dtype)
+        self.forward: Forward = autocast(self.device, config.dtype)(policy.__call__)
         self._optimizer = make_optimizer(policy, config, self.device)
         self._frozen: list[PolicyModel] = []
 
@@ -180,7 +180,7 @@ class TorchEngine:
         with float32 weights. All ranks call it together."""
         round_linear_weights(model, getattr(torch, self._config.dtype))
         self._frozen.append(model)
-        return functools.partial(in_dtype, model.to(self.device), self.device, self._config.dtype)
+        return autocast(self.device, self._config.dtype)(model.to(self.device).__call__)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
@@ -297,15 +297,8 @@ def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int,
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:
-    """Context in which arithmetic is of this type; float32 changes nothing."""
+    """Context and decorator for arithmetic of this type; float32 changes nothing."""
     return torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32")
-
-
-def in_dtype(model: PolicyModel, device: torch.device, dtype: str, batch: MicroBatch, chunks: int) -> TokenScores:
-    """Forward of a model with arithmetic of this type."""
-    with autocast(device, dtype):
-        scores: TokenScores = model(batch, chunks)
-    return scores
 
 
 def round_linear_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -93,9 +93,14 @@ class CheckpointStore:
         save."""
         return [path for path in self.all() if find_damage(path, sums=False) is None]
 
+    def best(self) -> Path | None:
+        """The best one that is sound, by `best_of`, else the newest; None if there is none."""
+        sound = self.sound()
+        return best_of(sound) or (sound[-1] if sound else None)
+
     def is_best(self, evaluation: float | None) -> bool:
         """Whether the best checkpoint is kept, and none has an evaluation as good as this one."""
-        best = best_of(self.sound())
+        best = self.best()
         before = None if best is None else read_state(best).evaluation
         return self._keep_best and evaluation is not None and (before is None or evaluation > before)
 
@@ -122,9 +127,7 @@ class CheckpointStore:
         try:
             older = [path for path in self.all() if path != newest]
             sound = [path for path in self.sound() if path != newest] + [newest]
-            keep = set(sound[-self._keep_last :])
-            if self._keep_best:
-                keep |= {best for best in (best_of(sound),) if best is not None}
+            keep = {*sound[-self._keep_last :], best_of(sound) if self._keep_best else None}
         except OSError as error:  # the new one is saved nevertheless
             logger.warning("old checkpoints in %s stay: %s", self.folder, error)
             return
@@ -177,8 +180,7 @@ def find_damage(path: Path, *, sums: bool = True) -> str | None:
     except (OSError, ValueError, AttributeError, TypeError, OverflowError):
         return "its manifest is missing or not readable"
     for name, size, checksum in entries:
-        problem = _file_problem(path, name, size, checksum if sums else None)
-        if problem is not None:
+        if problem := _file_problem(path, name, size, checksum if sums else None):
             return problem
     if _STATE not in manifest or not any(name.startswith(_WEIGHTS) for name in manifest):
         return "it is not whole: state or weights are missing from its manifest"

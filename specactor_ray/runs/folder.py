@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, load_config
-from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError, SpecActorError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
@@ -120,11 +119,10 @@ def lease_unfinished(run: RunConfig, file: str, continues: Callable[[Path], bool
 def _newest_first(base: Path, file: str) -> list[Path]:
     """The files of this name in the folders of `base`."""
     times: dict[Path, float] = {}
-    with contextlib.suppress(OSError):
-        for folder in base.iterdir():
-            with contextlib.suppress(OSError):
-                times[folder / file] = (folder / file).stat().st_mtime
-    return sorted(times, key=lambda path: times[path], reverse=True)
+    for path in base.glob(f"*/{file}"):
+        with contextlib.suppress(OSError):
+            times[path] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def lease_new(config: Config) -> tuple[Path, RunLease]:
@@ -166,12 +164,6 @@ def results_in(folder: Path) -> Iterator[None]:
         what = f"{error.filename or folder} cannot be written to ({error.strerror or error})"
         fix = "make room or restore the folder; resume=auto continues with what is there"
         raise SpecActorError(f"run.dir: {what}, so the run ends. Fix: {fix}") from error
-
-
-def save_run_config(config: Config, folder: Path) -> None:
-    """Write the resolved configuration into a run's folder. InputError: the folder cannot be written to."""
-    with run_dir_errors(folder):
-        save_config(config, folder / CONFIG_FILE)
 
 
 def saved_config(folder: Path) -> Config:

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.load import save_config
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.rules import unused_by_rollouts
 from specactor_ray.config.schema import DataConfig, ModeName, TargetConfig
@@ -43,12 +44,13 @@ from specactor_ray.rollout.prompts import (
     text_options,
 )
 from specactor_ray.runs.folder import (
+    CONFIG_FILE,
     SUMMARY_FILE,
     RunOutcome,
     discard_run_folder,
     lease_new,
     results_in,
-    save_run_config,
+    run_dir_errors,
 )
 from specactor_ray.runs.trajectories import Finished, TrajectoryWriter, lease_interrupted, read_finished
 from specactor_ray.startup.machine import Machine
@@ -177,7 +179,8 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
             there = read_finished(writer, rows, config) if found else Finished()
             if config.resume == "auto" and found is None:
                 lines = (*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins")
-            save_run_config(config, folder)
+            with run_dir_errors(folder):
+                save_config(config, folder / CONFIG_FILE)
             with start_phase(f"run {config.run.name}: checking prompts"):
                 encoded, bare = _encode(config.target, config.data, prompts, resolved.context)
             for line in (*unused, *lines, *bare, *_cut_outputs(resolved, encoded)):
@@ -352,9 +355,7 @@ def _consume(
 
 
 def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
-    tokens, metrics, actors = rollout.committed_tokens, rollout.metrics(), list[dict[str, Any]]()
-    with contextlib.suppress(Exception):  # the controller does not answer
-        actors = rollout.status()
+    tokens, metrics = rollout.committed_tokens, rollout.metrics()
     return {
         "seconds": round(seconds, 3),
         "tokens": tokens,
@@ -365,14 +366,25 @@ def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
         "reissued_requests": rollout.reissued_requests,
         "metrics": metrics.to_dict(),
         "drafts": drafts_in_words(rollout.config, metrics),
-        "config": yaml.safe_load(to_yaml(rollout.config)),
+        **facts_of(rollout, rollout.config),
+        "hardware": {**hardware(), "cluster": _cluster_resources()},
+    }
+
+
+def facts_of(rollout: Rollout, config: Config) -> dict[str, Any]:
+    """What the summary of any run has of its parts, as plain data."""
+    actors = list[dict[str, Any]]()
+    with contextlib.suppress(Exception):  # the controller does not answer
+        actors = rollout.status()
+    return {
+        "config": yaml.safe_load(to_yaml(config)),
         "fallbacks": rollout.fallbacks(),
         "identity": rollout.resolved.identity.to_dict(),
-        "costs": measured_costs(rollout.config, actors),
+        "costs": measured_costs(config, actors),
         "drafters": drafter_health(actors),
         "actors": actors,
         "versions": versions(),
-        "hardware": {**hardware(), "cluster": _cluster_resources()},
+        "hardware": hardware(),
     }
 
 

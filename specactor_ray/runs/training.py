@@ -15,7 +15,7 @@ from typing import Any
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
-from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
+from specactor_ray.config.training_schema import Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import remove_if_empty
 from specactor_ray.models.loading import load_model_config
@@ -27,7 +27,6 @@ from specactor_ray.runs.folder import (
     lease_new,
     lease_unfinished,
     run_dir_errors,
-    save_run_config,
     saved_config,
     status_of,
 )
@@ -66,14 +65,6 @@ class TrainingRun:
     """Checkpoint to continue from; None starts from `target.model`."""
     leases: tuple[RunLease, ...]
     """Leases of the folders that only this run writes to."""
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.folder / METRICS_FILE
-
-    @property
-    def summary_file(self) -> Path:
-        return self.folder / SUMMARY_FILE
 
     @property
     def is_saved(self) -> bool:
@@ -143,7 +134,7 @@ def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState
             f"checkpoint.dir: {store.folder} holds checkpoints of another run, which a new one would take for its own. "
             "Fix: name another folder, or go on with that run by resume=auto and its run.name"
         )
-    save_run_config(config, folder)
+    save_config(config, folder / CONFIG_FILE)
     return state, checkpoint
 
 
@@ -202,21 +193,18 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
     by name of all other changes. Keys that are missing in `before`, its settings, are not compared."""
     before = {_RANK: None, **before}  # those of earlier versions
     changed = {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
-    for key in (*_POSITION, _TASKS):
-        if key in changed:
-            _refuse(checkpoint, key, *changed[key], "its position in the data would mean other tasks")
-    for key in changed:
-        was_on = before.get("evaluation.path") or before.get("evaluation.share")
-        if was_on and key.startswith("evaluation.") and key != "evaluation.every":
-            _refuse(checkpoint, key, *changed[key], "its evaluations would not be comparable")
-    for key in ("trainer.backend", "trainer.ranks", "trainer.zero_stage"):
-        if key in changed:
-            _refuse(checkpoint, key, *changed[key], "the optimizer's state does not fit")
-    for key in (_RANK, "trainer.lora.alpha", "trainer.lora.targets"):
-        if key in changed:
-            _refuse(checkpoint, key, *changed[key], "the adapter does not fit")
-    if AlgorithmName.ppo.value in changed.get("algorithm.name", ()):
-        _refuse(checkpoint, "algorithm.name", *changed["algorithm.name"], "only ppo has a value head")
+    was_on = before.get("evaluation.path") or before.get("evaluation.share")
+    evaluation = [key for key in changed if key.startswith("evaluation.") and key != "evaluation.every"]
+    for why, keys in (
+        ("its position in the data would mean other tasks", (*_POSITION, _TASKS)),
+        ("its evaluations would not be comparable", evaluation if was_on else ()),
+        ("the optimizer's state does not fit", ("trainer.backend", "trainer.ranks", "trainer.zero_stage")),
+        ("the adapter does not fit", (_RANK, "trainer.lora.alpha", "trainer.lora.targets")),
+        ("only ppo has a value head", ["algorithm.name"] * ("ppo" in changed.get("algorithm.name", ()))),
+    ):
+        for key in keys:
+            if key in changed:
+                _refuse(checkpoint, key, *changed[key], why)
     for key, (old, new) in changed.items():
         logger.warning("%s is %s now; up to %s it was %s", key, _shown(new), checkpoint.name, _shown(old))
 

@@ -17,8 +17,8 @@ from specactor_ray.transport.messages import RequestStats
 if TYPE_CHECKING:
     from specactor_ray.trainer.experience import Experience
 
-COUNTS = ("skipped", "no_gradient")
-"""Numbers of optimizer steps left out."""
+LEFT_OUT = {"skipped": "the loss or the gradient is not finite", "no_gradient": "the gradient is 0"}
+"""Numbers of optimizer steps left out → why."""
 PHASES = ("rollout", "update", "drafter", "sync", "evaluation", "checkpoint")
 _SHOWN = 3
 """Number of outputs in the tables of trackers and of the terminal."""
@@ -217,7 +217,7 @@ def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[
     for record in records:
         for part, reasons in record["failures"].items():
             failures[part].update(reasons)
-    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in COUNTS}
+    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in LEFT_OUT}
     tokens = sum(record["speed"]["tokens"] for record in records)
     return {
         "seconds": seconds,

@@ -9,24 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from specactor_ray.config import Config, to_yaml
+from specactor_ray.config import Config
 from specactor_ray.core.console import as_text, make_table
 from specactor_ray.core.errors import clipped_text, counted_by_kind
 from specactor_ray.core.files import write_json
-from specactor_ray.core.machine import hardware, versions
-from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.plan.costs import measured_costs
 from specactor_ray.rollout.trajectory import RolloutMetrics
-from specactor_ray.runs.checkpoint import best_of
-from specactor_ray.runs.folder import RunOutcome
-from specactor_ray.runs.records import COMPLETIONS_FILE, EVALUATION, EVALUATIONS_FILE, RecordFile
+from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome
+from specactor_ray.runs.records import COMPLETIONS_FILE, EVALUATION, EVALUATIONS_FILE, METRICS_FILE, RecordFile
+from specactor_ray.runs.rollout import facts_of
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer import figures
 from specactor_ray.trainer.gap import GapRule
-from specactor_ray.trainer.tracking import Tracker, open_trackers
+from specactor_ray.trainer.tracking import open_trackers
 from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
@@ -49,14 +44,10 @@ class StepRecorder:
     def __init__(self, config: Config, run: TrainingRun, show: Callable[[str], None], width: int = 140) -> None:
         """`show` shows a line of at most `width` columns to the user."""
         self._config, self._run, self._show, self._width = config, run, show, width
-        self._metrics = RecordFile(run.metrics_file)
-        self._evaluations, self._completions = (
-            RecordFile(run.folder / name) for name in (EVALUATIONS_FILE, COMPLETIONS_FILE)
-        )
+        self._files = [RecordFile(run.folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE)]
+        self._metrics, self._evaluations, self._completions = self._files
         self._outputs: list[dict[str, Any]] = []
         """Rows of the last step in `completions.jsonl`."""
-        self._parts = contextlib.ExitStack()
-        self._trackers: list[Tracker] = []
         self._done = self._step = run.state.step
         """Number of steps done, and number of the present step."""
         self._present = "starting Ray, verifiers and trainer"
@@ -66,19 +57,15 @@ class StepRecorder:
         self._began: float | None = None
         self._gap = GapRule(config.target.dtype, self._metrics.read())
 
-    def open(self, rollout: Rollout) -> StepRecorder:
-        """Begin to record steps with this rollout; as a context manager it closes the trackers."""
+    @contextlib.contextmanager
+    def open(self, rollout: Rollout) -> Iterator[None]:
+        """Record the steps of this rollout; trackers close at the end."""
         self._rollout = rollout
-        self._trackers = open_trackers(self._config, self._run, self._parts)
         self._counted = self._counters()
         """Counters of the rollout at the beginning of the step, which is the end of the step before."""
-        return self
-
-    def __enter__(self) -> StepRecorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._parts.close()
+        with contextlib.ExitStack() as parts:
+            self._trackers = open_trackers(self._config, self._run, parts)
+            yield
 
     def show_progress(self, progress: PhaseProgress) -> None:
         """Show the present work, such as `step 2/30, rollout 12/32`; called by another thread."""
@@ -113,7 +100,7 @@ class StepRecorder:
         seconds, spans = {**self._seconds, "step": now - began}, {**self._spans, **experience.spans}
         self._seconds, self._spans, self._began = dict.fromkeys(figures.PHASES, 0.0), {}, now
         # Without a sample nothing was compared or trained.
-        shown = figures.COUNTS if not experience.samples else update
+        shown = figures.LEFT_OUT if not experience.samples else update
         learnt = {name: value if name in shown else None for name, value in update.items()}
         record = {
             "step": step,
@@ -157,15 +144,14 @@ class StepRecorder:
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
-        for file in (self._metrics, self._evaluations, self._completions):
+        for file in self._files:
             file.write()
         if not self._config.evaluation.is_on:
             self._show_outputs(self._outputs)
             self._track(self._done, {}, self._outputs)
         evaluations = figures.evaluations_of(self._evaluations.read())
-        records, actors = self._metrics.read(), list[dict[str, Any]]()
-        with contextlib.suppress(Exception):  # the controller does not answer
-            actors = self._rollout.status()
+        records, best = self._metrics.read(), self._run.store.best()
+        evaluations["best_checkpoint"] = None if best is None else str(best)
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -175,17 +161,11 @@ class StepRecorder:
             "checkpoint_failures": checkpoint_failures,
             "metrics_pending": len(self._metrics.pending),
             "totals": figures.totals_of(records, self._seconds),
-            "results": {**figures.results_of(records), **evaluations, "best_checkpoint": self._best_checkpoint()},
-            "fallbacks": self._rollout.fallbacks(),
-            "identity": self._rollout.resolved.identity.to_dict(),
-            "costs": measured_costs(self._config, actors),
-            "drafters": drafter_health(actors),
-            "config": yaml.safe_load(to_yaml(self._config)),
-            "versions": versions(),
-            "hardware": hardware(),
+            "results": figures.results_of(records) | evaluations,
+            **facts_of(self._rollout, self._config),
         }
         try:
-            write_json(self._run.summary_file, summary)
+            write_json(self._run.folder / SUMMARY_FILE, summary)
         except OSError as problem:
             logger.error("the summary could not be written: %s", problem)
         return RunOutcome(self._run.folder, summary)
@@ -194,11 +174,6 @@ class StepRecorder:
     def problem(self) -> str:
         """Why the run must end, by what was recorded; empty while there is no reason."""
         return self._gap.problem
-
-    def _best_checkpoint(self) -> str | None:
-        found = self._run.store.sound()
-        best = best_of(found) or (found[-1] if found else None)
-        return None if best is None else str(best)
 
     def _track(self, step: int, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
         """Send the numbers of a record, and a table of a few of these outputs."""
@@ -271,10 +246,7 @@ class StepRecorder:
             logger.warning(
                 "step %d: tasks skipped: %d (the first: %s)", record["step"], skipped, clipped_text(first_skip, 400)
             )
-        for name, reason in (
-            ("skipped", "the loss or the gradient is not finite"),
-            ("no_gradient", "the gradient is 0"),
-        ):
+        for name, reason in figures.LEFT_OUT.items():
             if train[name]:
                 logger.warning("step %d: optimizer steps left out: %d (%s)", record["step"], train[name], reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.models.shapes import ITEM_BYTES, count_parameters, head_dim, key_value_heads
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt, text_options
-from specactor_ray.runs.folder import RunOutcome, discard_run_folder
+from specactor_ray.runs.folder import SUMMARY_FILE, RunOutcome, discard_run_folder
+from specactor_ray.runs.records import METRICS_FILE
 from specactor_ray.runs.training import TrainingRun, keep_dtype, open_run
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, check_turn_of_trainer, plan_rollout_memory
@@ -53,13 +54,8 @@ FIXES = (
 Beside = Callable[["Rollout", "ExperienceMaker"], contextlib.AbstractContextManager[tuple[Any, Any]]]
 
 
-@contextlib.contextmanager
-def _alone(rollout: Rollout, maker: ExperienceMaker) -> Iterator[tuple[Rollout, ExperienceMaker]]:
-    yield rollout, maker
-
-
 def train(
-    config: Config, console: Console, watch: Watch = lambda training: None, beside: Beside = _alone
+    config: Config, console: Console, watch: Watch = lambda training: None, beside: Beside | None = None
 ) -> RunOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch`: see `Training`.
     `beside`: context with what stands for the rollout and the maker of experience, such as those of a comparison.
@@ -89,7 +85,9 @@ def train(
             return _train(resolved, run, stream, console, watch, beside)
         except BaseException as error:
             run.close()
-            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
+            if run.checkpoint is None and not any(
+                (run.folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)
+            ):
                 discard_run_folder(run.folder)
                 if isinstance(error, KeyboardInterrupt):
                     say(console, "interrupted before the first step; nothing was kept")
@@ -99,7 +97,7 @@ def train(
 
 
 def _train(
-    resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch, beside: Beside
+    resolved: Resolved, run: TrainingRun, stream: TaskStream, console: Console, watch: Watch, beside: Beside | None
 ) -> RunOutcome:
     """Start all parts and run the steps."""
     config = resolved.config
@@ -128,7 +126,8 @@ def _train(
         parts.enter_context(workers)
         maker, ahead = ExperienceMaker(config, make_recipe(config), stream, workers), None
         evaluate = maker.evaluate if stream.held_out else None
-        rollout, maker = parts.enter_context(beside(rollout, maker))
+        if beside is not None:
+            rollout, maker = parts.enter_context(beside(rollout, maker))
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
             parts.callback(ahead.close)

@@ -153,31 +153,28 @@ class Training:
                 rollout.update_drafter(drafter_weights)
         return weights.num_bytes
 
-    def _save(self) -> bool:
-        """Save the state unless it is saved. Returns whether it is; if not, the reason is kept. Raises SpecActorError
-        if the trainer failed."""
+    def _save(self) -> None:
+        """Save the state unless it is saved; if that fails, the reason is kept. Raises SpecActorError if the trainer
+        failed."""
         step = self.state.step
-        if self._saved_step == step:
-            return True
-        if self._is_between_steps:
+        if self._is_between_steps and self._saved_step != step:
             self._save_problem = f"the update after step {step} was broken off, and the weights are between steps"
-            return False
-        try:
-            self._store.save(self.state, self._trainer.save)
-        except OSError as error:
-            self._save_failures += 1
-            self._save_problem = str(error)
-            logger.error("the checkpoint of step %d was not written: %s", step, error)
-            return False
-        self._saved_step, self._save_problem = step, ""
-        return True
+        elif self._saved_step != step:
+            try:
+                self._store.save(self.state, self._trainer.save)
+                self._saved_step, self._save_problem = step, ""
+            except OSError as error:
+                self._save_failures += 1
+                self._save_problem = str(error)
+                logger.error("the checkpoint of step %d was not written: %s", step, error)
 
     def _end(self, status: str, reason: str = "") -> RunOutcome:
         """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
         with signals_deferred():
             try:
                 with self._record.timed("checkpoint"):
-                    problem = "" if self._save() else self._save_problem
+                    self._save()
+                problem = self._save_problem
             except SpecActorError as error:  # the trainer itself may be lost
                 problem = str(error)
             if problem:

@@ -15,6 +15,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.identity import token_identity
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
+from specactor_ray.runs.records import METRICS_FILE
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.experience import Experience
@@ -66,7 +67,8 @@ class Recorded:
         self.lines = list[str]()
         rollout: Any = ticks
         self.recorder = StepRecorder(config, self.run, self.lines.append)
-        self.recorder.open(rollout)
+        self.opened = self.recorder.open(rollout)
+        self.opened.__enter__()
 
     def steps(self, *experiences: Experience, **update: float) -> None:
         first = self.run.state.step + 1
@@ -76,7 +78,7 @@ class Recorded:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.run.metrics_file.read_text().splitlines()]
+        return [json.loads(line) for line in (self.run.folder / METRICS_FILE).read_text().splitlines()]
 
 
 def test_a_step_in_a_line_for_every_width() -> None:
@@ -118,7 +120,7 @@ UPDATE |= {"skipped": 1.0, "no_gradient": 2.0}
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
     ticks = Ticks()
     recorded = Recorded(tmp_path, ticks)
-    file = recorded.run.metrics_file
+    file = recorded.run.folder / METRICS_FILE
     file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
     recorded.steps(Experience(), Experience())
     summary = recorded.recorder.finish("complete", 0).summary

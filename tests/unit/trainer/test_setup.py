@@ -20,7 +20,7 @@ from specactor_ray.core.files import append_json
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.models.shapes import count_parameters
 from specactor_ray.rollout.prompts import encode_prompt
-from specactor_ray.runs.records import read_records
+from specactor_ray.runs.records import METRICS_FILE, read_records
 from specactor_ray.runs.training import compare_settings, keep_dtype, open_run, settings_of
 from specactor_ray.startup.machine import Devices, Machine, devices_of
 from specactor_ray.startup.memory import check_memory, check_turn_of_trainer, settle_caches
@@ -282,8 +282,8 @@ def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
         (folder / "weights" / "model.bin").write_text("w")
 
     run.store.save(replace(run.state, step=steps, position=9), write)
-    append_json(run.metrics_file, *({"step": s, "note": "a\u2028b"} for s in range(1, steps + 2)))
-    with run.metrics_file.open("a") as file:
+    append_json(run.folder / METRICS_FILE, *({"step": s, "note": "a\u2028b"} for s in range(1, steps + 2)))
+    with (run.folder / METRICS_FILE).open("a") as file:
         file.write('{"step": ')
     run.close()
     return config
@@ -302,7 +302,7 @@ def test_where_a_run_goes_on(tmp_path: Path) -> None:
         keep_dtype(config)
         run = open_run(config)
         assert (run.state.step, run.state.position, run.checkpoint, run.is_saved) == (3, 9, path, True)
-        assert [record["step"] for record in read_records(run.metrics_file)] == [1, 2, 3]
+        assert [record["step"] for record in read_records(run.folder / METRICS_FILE)] == [1, 2, 3]
         assert config.target.dtype == load_config(run.folder / "config-from-step-000003.yaml").target.dtype == dtype
         run.close()
     run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
@@ -330,8 +330,8 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
     live = open_run(settings(tmp_path, where, "resume=auto", "run.name=r"))
     partial = live.store.folder / ".partial-step-000004"
     partial.mkdir()
-    metrics = live.metrics_file.read_text() + '{"step": 4}\n'
-    live.metrics_file.write_text(metrics)
+    metrics = (live.folder / METRICS_FILE).read_text() + '{"step": 4}\n'
+    (live.folder / METRICS_FILE).write_text(metrics)
     for resume in ("auto", "never"):
         with pytest.raises(InputError, match=rf"run.name: .*{os.getpid()}"):
             open_run(settings(tmp_path, f"resume={resume}", "run.name=r"))
@@ -341,7 +341,9 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO):
         other = open_run(settings(tmp_path, "resume=auto"))
     assert other.folder != live.folder and other.checkpoint is None and "resume=auto leaves out r" in caplog.text
-    assert partial.is_dir() and live.metrics_file.read_text() == metrics, "nothing of the live run was touched"
+    assert partial.is_dir() and (live.folder / METRICS_FILE).read_text() == metrics, (
+        "nothing of the live run was touched"
+    )
     live.close()
     assert open_run(settings(tmp_path, where, "resume=auto", "run.name=r")).state.step == 3
 
