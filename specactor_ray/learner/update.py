@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,14 +30,13 @@ from specactor_ray.learner.engine import Forward, TokenScores, TorchEngine
 
 @dataclass(slots=True)
 class _Prepared:
-    """One micro-batch with the values that are fixed during the update."""
+    """One micro-batch with the values that are fixed during the update; ppo sets its advantages."""
 
     batch: MicroBatch
     weights: torch.Tensor
     """`(B, T)`: share of each token in the loss of its mini-batch."""
     old: TokenScores | None = None
     reference: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
 
@@ -124,7 +123,7 @@ class PolicyUpdater:
         centred = [(a - mean.to(a.device)) * mask for a, mask in zip(estimates, masks, strict=True)]
         variance = over_ranks(_total([a.square() for a in centred])) / count
         for item, a in zip(items, centred, strict=True):
-            item.advantages = (a / (variance + 1e-8).sqrt().to(a.device)).float()
+            item.batch = replace(item.batch, advantages=(a / (variance + 1e-8).sqrt().to(a.device)).float())
 
     def _optimizer_step(self, mini_batch: Sequence[_Prepared], rate: float, sums: _Sums) -> None:
         bad = torch.zeros(1)
@@ -153,9 +152,8 @@ class PolicyUpdater:
         """Share of this micro-batch in the loss of its mini-batch."""
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
-        advantages = batch.advantages if item.advantages is None else item.advantages
         rollout, mask = batch.rollout_logprobs, batch.mask
-        inputs = LossInputs(scores.logprobs, old, rollout, advantages, mask, scores.entropy, *self._clips)
+        inputs = LossInputs(scores.logprobs, old, rollout, batch.advantages, mask, scores.entropy, *self._clips)
         per_token, metrics = self._policy_loss(inputs)
         for name, values in metrics.items():
             sums.add(name, values, mask)

@@ -88,7 +88,7 @@ class TableSource:
         narrow = str(getattr(columns.get(config.answer_key), "dtype", ""))
         self._float = np.dtype(narrow if narrow in ("float32", "float16") else "float64").type
         self.without_answer = ""
-        """Place of the first row without a reference answer; empty if there is none."""
+        """Place of the first row without a reference answer, of generated tasks `data.path`; empty if there is none."""
         self._task(0, self._rows[0])  # names all keys of the row, if that of the prompt is missing
         for index, row in enumerate(self._checked_columns()):
             task = self._task(index, row)
@@ -198,6 +198,7 @@ class GymSource:
             known = ", ".join(one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size"))
             problem = f"{task} refuses them: {clipped_text(str(error))}."
             raise ConfigError("data.options", problem, f"its options are {known}; or leave them out.") from None
+        self.without_answer = "" if has_reference(self[0].answer) else str(config.path)
 
     def __len__(self) -> int:
         return self._size
@@ -207,11 +208,6 @@ class GymSource:
         prompt = with_system_prompt(entry["question"], self._config)
         answer = None if entry["answer"] is None else str(entry["answer"])
         return Task(index, prompt, answer, {"entry": dict(entry)}, f"{self._config.path}, task {index}")
-
-    @property
-    def without_answer(self) -> str:
-        """`data.path` if the first task has no reference answer, else empty."""
-        return "" if has_reference(self[0].answer) else str(self._config.path)
 
 
 def fair_order(counts: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -250,6 +246,7 @@ class MixedSource:
             self.sources.append(open_source(replace(config, mixture=[], **own), seed))
         self._names = [(one.name, one.path) for one in config.mixture]
         self.sizes = [len(source) for source in self.sources]
+        self.without_answer = next((one.without_answer for one in self.sources if one.without_answer), "")
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -260,11 +257,6 @@ class MixedSource:
             part, place = part + 1, place - self.sizes[part]
         task, (name, path) = self.sources[part][place], self._names[part]
         return replace(task, index=index, metadata={SOURCE: path, **task.metadata, **({SOURCE: name} if name else {})})
-
-    @property
-    def without_answer(self) -> str:
-        """Place of the first task without a reference answer, or empty."""
-        return next((one.without_answer for one in self.sources if one.without_answer), "")
 
 
 def some_prompts(source: Source, most: int) -> Iterator[Prompt]:

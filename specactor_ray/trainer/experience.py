@@ -29,6 +29,8 @@ from specactor_ray.trainer.groups import Episode, Group, GroupStream
 from specactor_ray.trainer.rewards import RewardPool, Score, Scoring, reward_sample
 from specactor_ray.trainer.workers import WorkerPool
 
+_Placed = tuple[Task, tuple[int, int]]
+"""A task, and the data's position behind it."""
 _REMEMBERED = 8
 """Number of steps whose shares of informative groups give the one that a step expects."""
 
@@ -141,19 +143,13 @@ class ExperienceMaker:
         own, tasks = replace(sampling, seed=section.seed, temperature=warmth), ((task, (0, 0)) for task in held_out)
         return self._roll_out(rollout, own, tasks, section.n, (len(held_out), len(held_out), 1.0))[0]
 
-    def _tasks(self) -> Iterator[tuple[Task, tuple[int, int]]]:
-        """Yield the next tasks, and the data's position behind each."""
+    def _tasks(self) -> Iterator[_Placed]:
         while True:
             (task,) = self.stream.take(1)
             yield task, (self.stream.position, self.stream.skipped)
 
     def _roll_out(
-        self,
-        rollout: Any,
-        sampling: SamplingParams,
-        tasks: Iterator[tuple[Task, tuple[int, int]]],
-        n: int,
-        size: tuple[int, int, float],
+        self, rollout: Any, sampling: SamplingParams, tasks: Iterator[_Placed], n: int, size: tuple[int, int, float]
     ) -> tuple[Experience, list[Group]]:
         """The groups that count, and an experience with their trajectories, each with its score, but no samples."""
         workers = self._workers

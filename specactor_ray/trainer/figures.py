@@ -210,20 +210,17 @@ def totals_of(records: list[dict[str, Any]], rest: Mapping[str, float]) -> dict[
         for phase in (*PHASES, "step")
     }
     drafters: dict[str, list[int]] = {}
+    failures: dict[str, Counter[str]] = {"reward": Counter(), "rollout": Counter()}
     for record in records:
         for method, counts in record["speed"]["by_method"].items():
             drafters[method] = [sum(pair) for pair in zip(drafters.get(method, (0, 0)), counts, strict=True)]
-    failures: dict[str, Counter[str]] = {"reward": Counter(), "rollout": Counter()}
-    for record in records:
         for part, reasons in record["failures"].items():
             failures[part].update(reasons)
-    left_out = {name: sum(record["train"].get(name, 0) for record in records) for name in LEFT_OUT}
-    tokens = sum(record["speed"]["tokens"] for record in records)
     return {
         "seconds": seconds,
-        "tokens": tokens,
+        "tokens": sum(record["speed"]["tokens"] for record in records),
         "drafters": drafters,
         "failures": failures,
-        "left_out": left_out,
+        "left_out": {name: sum(record["train"].get(name, 0) for record in records) for name in LEFT_OUT},
         "skipped_tasks": sum(record["train"].get("skipped_tasks", 0) for record in records),
     }

@@ -79,10 +79,14 @@ class Scripted:
     def tick_later(self) -> None:
         if not self._ticks:
             self._ticks = True
-            asyncio.get_running_loop().call_later(1e-4, self._tick)
+            asyncio.get_running_loop().call_soon(self._tick)
 
     def _tick(self) -> None:
-        """End an output or a score."""
+        """End an output or a score, once the loop has nothing else to do, however slow the machine is."""
+        loop: Any = asyncio.get_running_loop()
+        if loop._ready:
+            loop.call_soon(self._tick)
+            return
         self._ticks = False
         if waiting := [*self.open, *self.late]:
             place = self.choose(waiting)
