@@ -58,8 +58,8 @@ class PolicyUpdater:
         if there are several mini-batches. Returns metrics, the same on every rank; see `_Sums`."""
         sums = _Sums()
         rate = learning_rate(self._config, step)
-        if not samples:  # for example if every rollout failed: a step without an update
-            return {**dict.fromkeys(_Sums.ALWAYS, 0.0), "skipped": 1.0, "learning_rate": rate}
+        if not samples:  # for example if every rollout failed
+            return {**dict.fromkeys(_Sums.ALWAYS, 0.0), "learning_rate": rate}
         mini_batches = self._cut(samples, seed)
         prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
         if self._needs_old_scores:
@@ -208,7 +208,7 @@ class _Sums:
     """
 
     ALWAYS = (
-        *("loss", "policy_loss", "entropy", "clip_fraction", "grad_norm", "no_gradient"),
+        *("loss", "policy_loss", "entropy", "clip_fraction", "grad_norm", "skipped", "no_gradient"),
         *("logprob_gap", "logprob_gap_kl", "logprob_gap_max"),
     )
 
