@@ -246,7 +246,7 @@ class MixedSource:
             self.sources.append(open_source(replace(config, mixture=[], **own), seed))
         self._names = [(one.name, one.path) for one in config.mixture]
         self.sizes = [len(source) for source in self.sources]
-        self.without_answer = next((one.without_answer for one in self.sources if one.without_answer), "")
+        self.without_answer: str = next((one.without_answer for one in self.sources if one.without_answer), "")
 
     def __len__(self) -> int:
         return sum(self.sizes)
