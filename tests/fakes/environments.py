@@ -76,16 +76,22 @@ BAD_REPLIES: dict[str, Any] = {
 
 
 class Sums(Calculator):
-    """Takes `3 plus 4`, which the tiny models say, for a call of the calculator."""
+    """The calculator, which a sample calls once or twice, by its seed: with `3 plus 4`, which the tiny models say, or
+    with a sum of its own. Each call is worth a quarter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
+    async def reset(self, task: Task, seed: int) -> Any:
+        self.calls = 1 + seed % 2
+        return await super().reset(task, seed)
+
     async def step(self, turn: Turn) -> Reply:
-        text = re.sub(r"(\d+) plus (\d+)", r"<calc>\1 + \2</calc>", turn.text) if turn.number < 2 else turn.text
+        found = re.search(r"(\d+) plus (\d+)", turn.text)
+        first, second = found.groups() if found else (turn.number, 3)
+        text = f"<calc>{first} + {second}</calc>" if turn.number < self.calls else turn.text
         reply = await super().step(replace(turn, text=text))
-        self.calls += not reply.done
         return replace(reply, reward=reply.reward + 0.25 * self.calls) if reply.done else reply
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
 import signal
 import time
+import zlib
 from pathlib import Path
 
 from specactor_ray.trainer.rewards import RewardSample
@@ -19,11 +21,24 @@ def hissing(sample: RewardSample) -> float:
 
 
 def hissing_or_kills(sample: RewardSample) -> float:
-    """`hissing`; kills the process that asks if the file `kills` of the row exists, and removes it."""
-    if (mark := sample.metadata.get("kills")) and Path(mark).exists():
-        Path(mark).unlink()
-        os.kill(os.getppid(), signal.SIGKILL)
+    _may_kill(sample)
     return hissing(sample)
+
+
+def coin_or_kills(sample: RewardSample) -> float:
+    """1.0 for half of all outputs, whatever the tiny model says: half of the groups of two are alike."""
+    _may_kill(sample)
+    return float(zlib.crc32(str(sample.token_ids).encode()) % 2)
+
+
+def _may_kill(sample: RewardSample) -> None:
+    """Kill the process that asks, one time: as soon as a file has so many lines. `kills` of the row has the file, the
+    number and a file that marks the time."""
+    file, lines, mark = sample.metadata.get("kills", ("", 0, ""))
+    if file and Path(file).exists() and len(Path(file).read_text().splitlines()) >= lines:
+        with contextlib.suppress(FileExistsError):
+            Path(mark).touch(exist_ok=False)
+            os.kill(os.getppid(), signal.SIGKILL)
 
 
 def slow_on_text(sample: RewardSample) -> float:
@@ -115,8 +130,3 @@ def holds_memory(sample: RewardSample) -> float:
 
 def not_a_number(sample: RewardSample) -> float:
     return float("nan")
-
-
-def begins_even(sample: RewardSample) -> float:
-    """1.0 if the first token has an even number: half of the groups of two are alike."""
-    return float(sample.token_ids[0] % 2 == 0)

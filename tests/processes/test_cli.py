@@ -193,6 +193,40 @@ class TestJobs:
         ]
 
 
+TRAINS = ("mode=plain", "data.path=tasks.jsonl", "data.n=2", f"target.model={tiny_target()}", "target.kv_cache_gb=0.05")
+SHARED = (
+    *("trainer.colocate=true", "trainer.gpus=1", "target.gpus=1", "target.cores=1", "trainer.prompts_per_step=4096"),
+    "trainer.micro_batch_tokens=400000",
+    "target.dtype=bfloat16",
+)
+UNUSABLE: list[tuple[tuple[str, ...], str]] = [
+    (("reward.functions=[{name: 'none.such:f'}]",), "reward.functions: none.such:f cannot be imported"),
+    (("reward.functions=[{name: 'mine:other'}]",), "reward.functions: mine:other cannot be imported"),
+    (("reward.functions=[{name: 'mine:text'}]",), "reward.functions: mine:text gave no reward to made-up outputs"),
+    (("algorithm.loss=none.such:f",), "algorithm.loss: none.such:f cannot be imported"),
+    (("environment.name=none.such:E",), "environment.name: none.such:E cannot be imported"),
+    (("trainer.weight_transport=smoke",), "trainer.weight_transport: 'smoke'"),
+    (("trainer.lora.rank=2", "trainer.lora.targets=[qproj]"), "trainer.lora.targets: 'qproj' matches nothing"),
+    (SHARED, "trainer.colocate: an update takes "),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), UNUSABLE, ids=[problem[:30] for _, problem in UNUSABLE])
+def test_what_a_training_cannot_use_is_refused_before_ray_is_imported(
+    tmp_path: Path, overrides: tuple[str, ...], problem: str
+) -> None:
+    """With a fix, and nothing is left. The last one has a GPU of 6 GiB, by its driver."""
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 1 to 5.", "answer": "5"}\n')
+    (tmp_path / "mine.py").write_text("def text(sample):\n    return '1.0'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 6144\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    before, path = files(tmp_path), f"{tmp_path}:{os.environ['PATH']}" if overrides is SHARED else os.environ["PATH"]
+    done = specactor(tmp_path, "train", *TRAINS, *overrides, HF_HUB_OFFLINE="1", PATH=path)
+    line = error_line(done)
+    assert problem in line and " Fix: " in line
+    assert "ray" not in done.heavy and not done.stdout and files(tmp_path) == before
+
+
 def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()

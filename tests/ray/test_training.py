@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
 from specactor_ray.trainer.figures import numbers
 from specactor_ray.trainer.run import train
+from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
 from tests.local_ray import local_ray
@@ -43,22 +45,22 @@ def tasks(tmp_path: Path) -> Path:
     return write_tasks(tmp_path)
 
 
-def write_tasks(folder: Path) -> Path:
-    path = folder / "tasks.jsonl"
-    rows = [{"prompt": f"Tell me about the {c} {a}."} for c in tiny.COLOURS for a in tiny.ANIMALS]
+def write_tasks(folder: Path, what: str = "Tell me about", name: str = "tasks", **columns: Any) -> Path:
+    path = folder / f"{name}.jsonl"
+    rows = [{"prompt": f"{what} the {c} {a}.", **columns} for c in tiny.COLOURS for a in tiny.ANIMALS]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def held_out(folder: Path, **columns: Any) -> tuple[str, ...]:
-    """Evaluation on prompts of their own, with reward functions that may kill the run."""
+def held_out(folder: Path, function: str = "hissing_or_kills", **columns: Any) -> tuple[str, ...]:
+    """Evaluation on prompts of their own, with a reward function that may kill the run."""
     rows = [{"prompt": f"Tell me a story about the {animal}.", **columns} for animal in tiny.ANIMALS[:4]]
     (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return (
         f"evaluation.path={folder / 'held.jsonl'}",
         "evaluation.every=2",
         "evaluation.n=2",
-        "reward.functions=[{name: 'tests.fakes.reward_functions:hissing_or_kills'}]",
+        f"reward.functions=[{{name: 'tests.fakes.reward_functions:{function}'}}]",
     )
 
 
@@ -122,6 +124,65 @@ def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout
         time.sleep(0.05)
 
 
+def ended(process: subprocess.Popen, code: int, shown: str = "") -> str:
+    """Output of a command, which has this exit code and shows this."""
+    output = " ".join(process.communicate(timeout=240)[0].split())
+    assert process.returncode == code and shown in output, output
+    return output
+
+
+def test_kills_change_nothing_of_an_adapter_on_a_mixture_under_dynamic_sampling(tmp_path: Path) -> None:
+    """The run with drafts is killed in a rollout; the number of groups that it expects is another after the resume."""
+    folder, mark = tmp_path / "struck", str(tmp_path / "killed")
+    kills = {"kills": (str(folder / "metrics.jsonl"), 3, mark)}
+    sources = [write_tasks(tmp_path, **kills), write_tasks(tmp_path, "Say something of", "more", **kills)]
+    common = (
+        "data.path=null",
+        f"data.mixture=[{{path: {sources[0]}, weight: 2}}, {{path: {sources[1]}, weight: 1}}]",
+        *("algorithm.name=dapo", "trainer.lora.rank=4", "data.n=2", "trainer.prompts_per_step=6"),
+        *("trainer.steps=5", "checkpoint.every=2", "checkpoint.keep_best=false", *held_out(tmp_path, "coin_or_kills")),
+    )
+    drafted = ("resume=auto", "mode=coupled", "drafters=[{method: suffix}]", "speculation.verify=all")
+    struck = settings(sources[0], tmp_path, "struck", *common, *drafted)
+    ended(command(struck), -signal.SIGKILL)
+    assert Path(mark).exists() and len(records(folder)) == 3
+    ended(command(struck), 0, "(step 2)")
+    ended(command(settings(sources[0], tmp_path, "whole", *common)), 0)
+
+    whole, done = records(tmp_path / "whole"), records(folder)
+    assert [record["train"] for record in done] == [record["train"] for record in whole] and len(done) == 5
+    for name, rows in (("evaluations", 4), ("completions", 3 * 8 + 5 * 12)):
+        assert written(folder, name) == written(tmp_path / "whole", name)
+        assert len(written(folder, name)) >= rows, "also of groups that were replaced"
+    assert all(one["train"]["groups"] * 2 == one["train"]["sampled"] >= one["train"]["samples"] == 12 for one in whole)
+    assert sum(one["train"]["zero_variance_groups"] for one in whole) > 6
+    assert not whole[0]["speed"]["oversampled"] and not done[2]["speed"]["oversampled"], "nothing is known yet"
+
+
+def test_conversations_ahead_of_the_trainer_go_on_after_a_kill(tmp_path: Path) -> None:
+    """Killed with steps of environments, a later rollout and maybe an update under way. Which weights a token is of
+    depends on time; no prompt is left out, and evaluations are of the weights of their step."""
+    folder, mark = tmp_path / "ahead", tmp_path / "killed"
+    tasks = sums(tmp_path, kills=(str(folder / "metrics.jsonl"), 3, str(mark)))
+    common = ("trainer.max_staleness=1", "trainer.steps=5", "checkpoint.every=2", "resume=auto", *CONVERSATION, *FEW)
+    ahead = settings(tasks, tmp_path, "ahead", *common, *held_out(tmp_path))
+    ended(command(ahead), -signal.SIGKILL)
+    assert mark.exists() and 3 <= len(records(folder)) <= 4
+    before = written(folder, "evaluations")
+    ended(command(ahead), 0, "(step 2)")
+
+    done, evaluations = records(folder), written(folder, "evaluations")
+    assert [record["step"] for record in done] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 5] and evaluations[:2] == before[:2]
+    assert [record["train"]["staleness_max"] for record in done[:1] + done[2:3]] == [0, 0], "nothing was made ahead"
+    assert all(record["train"]["turns_mean"] > 2 and record["train"]["samples"] == 16 for record in done)
+    rows = written(folder, "completions")
+    found = {kind: [row for row in rows if row["kind"] == kind] for kind in ("train", "evaluation")}
+    assert all(row["weight_version"] == row["step"] for row in found["evaluation"]) and len(found["evaluation"]) == 32
+    prompts = Counter(row["prompt"] for row in found["train"])
+    assert len(prompts) == 20 and set(prompts.values()) == {4}, "each step has its own prompts"
+
+
 @pytest.mark.slow
 def test_deaths_and_drafts_change_nothing_that_is_learnt(
     tasks: Path, tmp_path: Path, request: pytest.FixtureRequest
@@ -129,21 +190,15 @@ def test_deaths_and_drafts_change_nothing_that_is_learnt(
     """A plain run, whose verifier and trainer take turns, is killed in an evaluation and in a checkpoint, terminated,
     and loses its cluster; at its end it has learnt and written what a whole run with drafts has, which teaches a head
     meanwhile."""
-    kills, every = tmp_path / "kills", ("checkpoint.every=2", *held_out(tmp_path, kills=str(tmp_path / "kills")))
+    folder, metrics = tmp_path / "struck", tmp_path / "struck" / "metrics.jsonl"
+    every = ("checkpoint.every=2", *held_out(tmp_path, kills=(str(metrics), 4, str(tmp_path / "killed"))))
     struck = settings(
         tasks, tmp_path, "struck", f"trainer.steps={STEPS}", "resume=auto", "trainer.offload=true", *every
     )
-    folder, metrics = tmp_path / "struck", tmp_path / "struck" / "metrics.jsonl"
-    killed = command(struck)
-    wait_for_steps(killed, metrics, 3)
-    kills.touch()
-    killed.communicate(timeout=240)
-    assert killed.returncode == -signal.SIGKILL and not kills.exists()
+    ended(command(struck), -signal.SIGKILL)
     assert [row["step"] for row in written(folder, "evaluations")] == [0, 2], "that of step 4 was under way"
 
-    dying = command(struck, DIES_IN_A_CHECKPOINT)
-    output = dying.communicate(timeout=240)[0]
-    assert dying.returncode == -signal.SIGKILL and "(step 2)" in " ".join(output.split()), output
+    ended(command(struck, DIES_IN_A_CHECKPOINT), -signal.SIGKILL, "(step 2)")
     assert len(written(folder, "evaluations")) == 3, "that of step 4, before its checkpoint"
 
     stopped = command(struck)
@@ -218,10 +273,12 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(versions) == STEPS and sorted(set(versions)) == versions and versions[0] > 0
     figures = {method: [record["speed"]["by_method"].get(method, [0, 0]) for record in done] for method in METHODS}
     table = json.loads(Path(report["run"], "summary.json").read_text())["totals"]["drafters"]
-    for method, pairs in figures.items():
+    assert table and sum(accepted for _, accepted in table.values()) > 0
+    for method, pairs in figures.items():  # verifiers may use the drafts of one of them alone
         drafted, accepted = (sum(column) for column in zip(*pairs, strict=True))
-        assert 0 < accepted <= drafted and table[method] == [drafted, accepted]
-        assert dict(numbers(done[-1]))[f"speed/acceptance_rate/{method}"] == pairs[-1][1] / pairs[-1][0]
+        assert 0 <= accepted <= drafted and table.get(method, [0, 0]) == [drafted, accepted]
+        rate = pairs[-1][1] / pairs[-1][0] if pairs[-1][0] else None
+        assert dict(numbers(done[-1])).get(f"speed/acceptance_rate/{method}") == rate
     return Path(report["run"])
 
 
@@ -230,9 +287,11 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Experience] = []
+        self.rollout: Any = None
         collect = ExperienceMaker.collect
 
         def keep(maker: ExperienceMaker, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+            self.rollout = rollout
             self.steps.append(collect(maker, rollout, sampling, step))
             return self.steps[-1]
 
@@ -256,10 +315,10 @@ class Seen:
         ]
 
 
-def sums(folder: Path) -> Path:
+def sums(folder: Path, **columns: Any) -> Path:
     path = folder / "sums.jsonl"
     pairs = [(first, second) for first in range(2, 8) for second in range(3, 9)]
-    rows = [{"prompt": f"Add {a} and {b}.", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    rows = [{"prompt": f"Add {a} and {b}.", "answer": f"{a} plus {b} is {a + b}.", **columns} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -285,7 +344,7 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     assert len(whole) == 3 and not any(record["speed"]["by_method"] for record in whole)
     assert all(not any(record["failures"].values()) for record in whole)
     masks = [mask for step in taken for _, _, mask, _, _ in step]
-    assert any(False in mask for mask in masks) and len({one[-1] for step in taken for one in step}) > 1
+    assert all(False in mask for mask in masks) and len({one[-1] for step in taken for one in step}) > 1
 
     def interrupt(made: Conversations, request: tuple[str, tuple[Any, ...]]) -> Any:
         steps.extend([request] if request[0] == "step" and seen.steps else [])
@@ -305,32 +364,25 @@ def test_conversations_teach_the_same_with_drafts_and_after_an_interruption(
     evaluations = written(tmp_path / "plain", "evaluations")
     assert written(tmp_path / "drafted", "evaluations") == evaluations and len(evaluations) == 2
     outputs = [row for row in written(tmp_path / "plain", "completions") if row["kind"] == "evaluation"]
-    assert len(outputs) == 64 and max(row["length"] for row in outputs) > 24, "of more than one turn"
+    assert len(outputs) == 64
     for record in (*whole, *done):
-        assert record["train"]["turns_mean"] > 1.2 and record["gap"]["mean"] < 1e-4
+        assert 2 < record["train"]["turns_mean"] < 3 and record["gap"]["mean"] < 1e-4
     assert any("suffix" in record["speed"]["by_method"] for record in done)
-
-
-def test_groups_that_are_alike_are_replaced_the_same_with_drafts_and_after_a_resume(
-    tasks: Path, tmp_path: Path, cluster: None
-) -> None:
-    """The drafted run begins its second half anew, and expects other numbers of groups then."""
-    functions = "reward.functions=[{name: 'tests.fakes.reward_functions:begins_even'}]"
-    common = ("algorithm.name=dapo", functions, "data.n=2", "trainer.prompts_per_step=6", "checkpoint.every=2")
-    whole = records(run(settings(tasks, tmp_path, "plain", "trainer.steps=4", *common)).folder)
-    drafted = (*common, "resume=auto", "mode=coupled", "drafters=[{method: suffix}]", "speculation.verify=all")
-    run(settings(tasks, tmp_path, "drafted", "trainer.steps=2", *drafted))
-    done = records(run(settings(tasks, tmp_path, "drafted", "trainer.steps=4", *drafted)).folder)
-    assert [record["train"] for record in done] == [record["train"] for record in whole]
-    assert all(one["train"]["groups"] * 2 == one["train"]["sampled"] >= one["train"]["samples"] == 12 for one in whole)
-    assert sum(one["train"]["zero_variance_groups"] for one in whole) > 6
-    assert not whole[0]["speed"]["oversampled"] and not done[2]["speed"]["oversampled"]
 
 
 def test_rollouts_run_ahead_of_the_trainer(
     tasks: Path, tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Seen(monkeypatch)
+    seen, update = Seen(monkeypatch), TrainerRanks.update
+
+    def update_later(trainer: TrainerRanks, *given: Any) -> dict[str, float]:
+        """While the next step is rolled out, if there is one."""
+        begun, end = seen.rollout.committed_tokens, time.monotonic() + 5.0
+        while seen.rollout.committed_tokens == begun and time.monotonic() < end:
+            time.sleep(0.01)
+        return update(trainer, *given)
+
+    monkeypatch.setattr(TrainerRanks, "update", update_later)
     common = ("trainer.max_staleness=1", "checkpoint.every=2", *FEW, *held_out(tmp_path), "evaluation.every=1")
     first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=2", *common))
     last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=4", "resume=auto", *common))
