@@ -247,3 +247,9 @@ def similarity(sample: RewardSample) -> float:
     empty one."""
     line = sample.text.strip().partition("\n")[0]
     return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio() if line else 0.0
+
+
+def similar_lines(sample: RewardSample) -> float:
+    """Similarity of an output to the answer, by lines: 1.0 where they are equal, 0.0 for an empty one."""
+    text, answer = sample.text.strip(), sample.answer or ""
+    return difflib.SequenceMatcher(None, text.split("\n"), answer.split("\n"), autojunk=False).ratio() if text else 0.0
