@@ -180,7 +180,8 @@ def test_agent_loops_generate_what_plain_decoding_generates(manager: Any, server
         assert sorted(outputs[2 * number : 2 * number + 2]) == sorted(expected) and expected[0] != expected[1]
     assert done.batch["rollout_log_probs"][0].min() < 0
     assert set(done.non_tensor_batch["max_global_steps"]) == {1}
-    assert sum(done.non_tensor_batch["spec_num_accepted_tokens"]) > 0
+    drafted, accepted = (sum(done.non_tensor_batch[f"spec_num_{name}_tokens"]) for name in ("draft", "accepted"))
+    assert drafted > 0 and 0 <= accepted <= drafted
 
 
 def test_verls_client_continues_what_was_aborted(manager: Any, server: Any, plain: Rollout) -> None:

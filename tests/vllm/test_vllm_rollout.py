@@ -77,11 +77,10 @@ def test_coupled_gives_the_tokens_of_hf(truth: Any) -> None:
 def test_decoupled_gives_the_tokens_of_hf(truth: Any) -> None:
     settings = config("decoupled", [{**NGRAM, "hosted": False}, small()])
     settings.target.max_batch = 16
+    settings.speculation.draft_wait_s = 1.0  # steps have drafts however busy the machine is
     with Rollout.from_config(settings) as rollout:
-        deadline = time.monotonic() + 120
-        while not rollout.metrics().accepted_tokens:
-            assert time.monotonic() < deadline, "no draft arrives in time"
-            assert tokens_of(rollout) == truth
+        assert tokens_of(rollout) == truth
+        assert rollout.metrics().accepted_tokens > 0
 
 
 # ---- two ranks ----
