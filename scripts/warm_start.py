@@ -21,8 +21,8 @@ import torch
 
 from specactor_ray.models.loading import load_model, load_tokenizer
 
-NOUNS = "order user file price node item record score event token".split()
-VERBS = "load check merge count find split clean write".split()
+NOUNS = ["order", "user", "file", "price", "node", "item", "record", "score", "event", "token"]
+VERBS = ["load", "check", "merge", "count", "find", "split", "clean", "write"]
 RENAMES = (("data", "table"), ("result", "answer"), ("config", "settings"), ("batch", "group"), ("state", "status"))
 FUNCTIONS = (
     """def {name}({old}, {a}s):
