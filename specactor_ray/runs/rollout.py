@@ -52,7 +52,7 @@ from specactor_ray.runs.folder import (
     results_in,
     run_dir_errors,
 )
-from specactor_ray.runs.trajectories import Finished, TrajectoryWriter, lease_interrupted, read_finished
+from specactor_ray.runs.trajectories import SavedRows, TrajectoryWriter, lease_interrupted, read_finished
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import Resolved, resolve
 
@@ -176,7 +176,7 @@ def run_rollout(config: Config, console: Console, scorer: RowScorer | None = Non
         held.callback(lease.release)
         try:
             writer = TrajectoryWriter(folder, scorer is not None)
-            there = read_finished(writer, rows, config) if found else Finished()
+            there = read_finished(writer, rows, config) if found else SavedRows()
             if config.resume == "auto" and found is None:
                 lines = (*lines, f"run {config.run.name}: there is no earlier run to resume, so a new one begins")
             with run_dir_errors(folder):
@@ -242,7 +242,7 @@ def _run(
     encoded: list[Encoded],
     folder: Path,
     writer: TrajectoryWriter,
-    there: Finished,
+    there: SavedRows,
     console: Console,
     scorer: RowScorer | None,
 ) -> RunOutcome:
@@ -269,9 +269,8 @@ def _run(
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
             with results_in(folder):
                 writer.flush()
-            done, status = True, "complete"
-            if tally.failures.total() == tally.total:
-                status, error = "failed", "every trajectory failed"
+            done, every = True, tally.failures.total() == tally.total
+            status, error = ("failed", "every trajectory failed") if every else ("complete", "")
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interruption(interrupt)
             ended = tally.finish_reasons.total() + tally.unscored
@@ -306,7 +305,7 @@ def _consume(
     writer: TrajectoryWriter,
     tally: Tally,
     console: Console,
-    there: Finished,
+    there: SavedRows,
     scorer: RowScorer | None,
 ) -> None:
     written, waiting = ({(row["prompt_index"], row["sample_index"]) for row in part} for part in there)

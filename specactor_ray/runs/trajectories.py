@@ -133,7 +133,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
     return found
 
 
-class Finished(NamedTuple):
+class SavedRows(NamedTuple):
     """Trajectories that an interrupted run left, in the form of `Trajectory.to_json`."""
 
     rows: Sequence[dict[str, Any]] = ()
@@ -141,7 +141,7 @@ class Finished(NamedTuple):
     """Those without a reward yet."""
 
 
-def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], config: Config) -> Finished:
+def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], config: Config) -> SavedRows:
     """The trajectories of rows of prompts that an interrupted run left.
 
     Raises:
@@ -151,7 +151,7 @@ def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], confi
     prompts = [split_row(row) for row in given]
     rows = _read(writer.file, prompts, config)
     ended = {} if writer.unscored is None else _read(writer.unscored, prompts, config)
-    return Finished(list(rows.values()), [row for place, row in ended.items() if place not in rows])
+    return SavedRows(list(rows.values()), [row for place, row in ended.items() if place not in rows])
 
 
 def _read(
