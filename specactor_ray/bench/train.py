@@ -24,6 +24,7 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core import plot
+from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import refuse_existing, require_folder, write_json
 from specactor_ray.core.machine import hardware, versions
@@ -190,6 +191,7 @@ def run_bench(config: Config, output: Path | None, console: Console, plain: Sequ
             held.append(PairedRollout(rollout, other))
             yield held[0], PairedMaker(maker, held[0])
 
+    say(console, "each step is rolled out twice, by turns: rollout seconds of lines and metrics.jsonl are of both")
     cluster = copy.copy(config.cluster)
     if cluster.address == "local":  # room for both, of which one rolls out at a time
         cluster.num_cpus = max(cores, cluster.num_cpus or 0)

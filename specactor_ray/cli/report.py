@@ -24,7 +24,7 @@ def rollout_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
         ("tokens", f"{counts['tokens']:,} in these trajectories"),
         *(
-            [("resumed", f"{summary['resumed']} of them were there; all below is of the rest")]
+            [("resumed", f"{summary['resumed']} of them were there; the speed below is of the rest")]
             * bool(summary["resumed"])
         ),
         ("generated", f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s"),

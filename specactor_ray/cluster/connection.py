@@ -20,7 +20,7 @@ from ray.job_config import JobConfig
 from specactor_ray.cluster.address import note_address, private_folder, require_listener, token_for, token_in
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.errors import ClusterError
+from specactor_ray.core.errors import ClusterError, SpecActorError
 from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import blocked, signals_deferred
 
@@ -32,7 +32,7 @@ _JOIN_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeou
 def connect(config: ClusterConfig) -> Iterator[str]:
     """Context in which this process is connected to the cluster that `config` names; yields its address, `host:port`.
     A cluster that was started here ends with it. If Ray was initialised before, that connection is used, and stays. A
-    ClusterError, if it cannot be joined or started, names the address and the fix."""
+    ClusterError, if it cannot be joined, names the address and the fix; SpecActorError, if none can be started."""
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
@@ -80,7 +80,7 @@ def _start_private_cluster(config: ClusterConfig, held: contextlib.ExitStack) ->
         fix = "Fix: start again when the machine is less busy (Ray gives its processes 30 seconds); RAY_TMPDIR, if "
         fix += "it is set, must be a folder that this process may write to, with a short path in ASCII."
         why = " ".join(str(error).split())
-        raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
+        raise SpecActorError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
     note_address(folder, ray.get_runtime_context().gcs_address)
 
 

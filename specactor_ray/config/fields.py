@@ -17,24 +17,30 @@ from typing import Any
 
 from specactor_ray.core.errors import ConfigError, InputError, clipped, did_you_mean
 
-_CHECK = "check"
+_CHECK, _NO_AUTO = "check", "no auto"
 
 # ---- allowed values ----
 
 
-def limited(allows: Callable[[Any], bool], fix: str, default: Any) -> Any:
-    """A field of values that `allows` accepts, and null if its type has it."""
+def limited(allows: Callable[[Any], bool], fix: str, default: Any, auto: bool = True) -> Any:
+    """A field of values that `allows` accepts, and null if its type has it. Not `auto`: null is a value, such as no
+    limit, for which the word auto does not stand."""
 
     def check(key: str, value: Any) -> None:
         if not allows(value):
             raise ConfigError(key, f"{clipped(value)} is out of range.", fix)
 
-    return field(default=default, metadata={_CHECK: check})
+    return field(default=default, metadata={_CHECK: check, _NO_AUTO: not auto})
 
 
-def at_least(smallest: int, default: Any) -> Any:
+def at_least(smallest: int, default: Any, auto: bool = True) -> Any:
     """A number of `smallest` or more, below 2**31: larger ones overflow arrays, timers or Ray's resources."""
-    return limited(lambda value: smallest <= value < 2**31, f"use {smallest} or more, below 2**31.", default)
+    return limited(lambda value: smallest <= value < 2**31, f"use {smallest} or more, below 2**31.", default, auto)
+
+
+def takes_auto(one: Field[Any]) -> bool:
+    """Whether the word auto stands for null."""
+    return not one.metadata.get(_NO_AUTO)
 
 
 def positive(default: Any, up_to: float = 1e9) -> Any:
@@ -101,7 +107,9 @@ def describe(section: Any, prefix: str = "") -> Iterator[KeyDoc]:
         if is_dataclass(annotation):
             yield from describe(annotation, f"{key}.")
             continue
-        yield KeyDoc(key, type_in_words(annotation), default_of(one), docs.get(one.name, ""))
+        words = type_in_words(annotation)
+        words = words if takes_auto(one) else words.replace(", auto or null", ", or null")
+        yield KeyDoc(key, words, default_of(one), docs.get(one.name, ""))
         element = list_element(annotation)
         if is_dataclass(element):
             yield from describe(element, f"{key}.N.")

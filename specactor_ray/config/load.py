@@ -27,6 +27,7 @@ from specactor_ray.config.fields import (
     field_types,
     list_element,
     reject_values_not_allowed,
+    takes_auto,
     type_in_words,
     without_none,
 )
@@ -274,6 +275,8 @@ def _section(section: Any, tree: Any, prefix: str, schema: Any, default: Any = N
             factory: Any = one.default_factory
             mine = None if factory is kind else default_of(one)
             values[one.name] = _section(kind, {} if given is None else given, f"{key}.", schema, mine)
+        elif given == AUTO and not takes_auto(one):
+            raise ConfigError(key, "auto is not allowed.", f"use a number, or leave it out for {default_of(one)}.")
         elif one.name in tree:
             values[one.name] = _value(kind, given, key, schema)
     try:

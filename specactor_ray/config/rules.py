@@ -20,7 +20,7 @@ from specactor_ray.config.schema import (
     RaceName,
     TargetConfig,
 )
-from specactor_ray.config.training_schema import AlgorithmName, Importance, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, Importance, LoraConfig, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
@@ -294,6 +294,9 @@ def _of_trainer(config: Config) -> Iterator[Problem]:
         yield "trainer.backend", "DeepSpeed is not installed.", "pip install deepspeed, or use trainer.backend=torch."
     if trainer.lora.rank is not None and importlib.util.find_spec("peft") is None:
         yield "trainer.lora.rank", "peft is not installed.", "pip install peft, or leave it out."
+    if trainer.lora.rank is None and trainer.lora != LoraConfig():
+        unused = "targets" if trainer.lora.targets else "alpha"
+        yield f"trainer.lora.{unused}", "has no effect without trainer.lora.rank.", "set the rank, or leave it out."
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."

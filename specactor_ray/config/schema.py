@@ -285,7 +285,7 @@ class MixtureConfig:
     """Split of `hf:` datasets."""
     options: dict[str, Any] | None = None
     """Parameters of the task, or of `datasets.load_dataset`."""
-    limit: int | None = at_least(1, default=None)
+    limit: int | None = at_least(1, default=None, auto=False)
     """Use only the first prompts."""
 
 
@@ -303,7 +303,7 @@ class DataConfig:
     answer, or to None, which leaves it out. `specactor_ray.trainer.mappings:gsm8k` is for the columns of GSM8K."""
     n: int = at_least(1, default=1)
     """Samples per prompt (the group size)."""
-    limit: int | None = at_least(1, default=None)
+    limit: int | None = at_least(1, default=None, auto=False)
     """Use only the first prompts, up to this number."""
     chat: bool = True
     """Wrap `prompt` as one user message of the model's chat template, if it has one. Messages are literal text."""

@@ -209,7 +209,7 @@ class EvaluationConfig:
     """Steps between evaluations."""
     n: int = at_least(1, default=1)
     """Samples per prompt."""
-    limit: int | None = at_least(1, default=200)
+    limit: int | None = at_least(1, default=200, auto=False)
     """Use only the first held-out tasks, up to this number; null: all."""
     temperature: float | None = at_least(0, default=None)
     """Temperature of sampling. Default: sampling.temperature."""
@@ -231,7 +231,7 @@ class EvaluationConfig:
 class LoraConfig:
     """Training of a low-rank adapter in place of all weights (LoRA, through peft)."""
 
-    rank: int | None = at_least(1, default=None)
+    rank: int | None = at_least(1, default=None, auto=False)
     """Rank of the adapter's matrices. Null trains all weights."""
     alpha: int = at_least(1, default=32)
     """The adapter's product of matrices is multiplied by alpha / rank."""
@@ -355,6 +355,6 @@ class TrackingConfig:
     """Write TensorBoard events to `tensorboard/` in the run's folder (if the package is installed)."""
     wandb_project: str | None = None
     """Weights & Biases project; needs `pip install wandb`."""
-    completions: int | None = at_least(0, default=32)
+    completions: int | None = at_least(0, default=32, auto=False)
     """Most outputs of a step that are written to `completions.jsonl`, whole groups first, beside all outputs of
     evaluations; 0: no such file, null: all."""

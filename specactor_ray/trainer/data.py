@@ -20,7 +20,7 @@ import numpy.typing as npt
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text, in_words, place_of
+from specactor_ray.core.errors import ConfigError, InputError, UserError, clipped, clipped_text, in_words, place_of
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
@@ -241,9 +241,12 @@ class MixedSource:
         self.pattern = fair_order(counts)
         """Source of each task, in an order that repeats."""
         others = ("weight", "name")
-        for one in config.mixture:
+        for number, one in enumerate(config.mixture):
             own = {key: value for key, value in asdict(one).items() if value is not None and key not in others}
-            self.sources.append(open_source(replace(config, mixture=[], **own), seed))
+            try:
+                self.sources.append(open_source(replace(config, mixture=[], **own), seed))
+            except UserError as error:
+                raise ConfigError(f"data.mixture.{number}", str(error)) from None
         self._names = [(one.name, one.path) for one in config.mixture]
         self.sizes = [len(source) for source in self.sources]
         self.without_answer: str = next((one.without_answer for one in self.sources if one.without_answer), "")

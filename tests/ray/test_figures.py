@@ -194,4 +194,6 @@ def test_a_summary_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     console.print(rollout_table(summary))
     shown = console.export_text()
     assert f"{summary['trajectories']['tokens']:,} in these trajectories" in shown
-    assert "20 of them were there; all below is of the rest" in shown and f"{summary['tokens']:,} tokens in" in shown
+    assert (
+        "20 of them were there; the speed below is of the rest" in shown and f"{summary['tokens']:,} tokens in" in shown
+    )

@@ -140,3 +140,21 @@ def test_sections_that_a_rollout_does_not_use_are_named() -> None:
     assert unused_by_rollouts(load_config(None, ["sampling.seed=3"])) == []
     (line,) = unused_by_rollouts(load_config(None, ["reward.functions=[{name: length}]", "trainer.steps=3"]))
     assert line.startswith("without effect on a rollout: reward, trainer (")
+
+
+LIMITS = ("data.limit", "data.mixture.0.limit", "evaluation.limit", "tracking.completions")
+
+
+@pytest.mark.parametrize("key", ["trainer.lora.rank", *LIMITS])
+def test_the_word_auto_is_refused_where_null_has_a_meaning_of_its_own(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: auto is not allowed"):
+        load_config(None, [*BASE, f"{key}=auto"])
+    load_config(None, [*BASE, f"{key}=null"])
+    (words,) = {doc.type for doc in describe(Config) if doc.key.replace(".N.", ".0.") == key}
+    assert "auto" not in words and load_config(None, ["target.max_model_len=auto"]).target.max_model_len is None
+
+
+@pytest.mark.parametrize("item", ["trainer.lora.alpha=64", "trainer.lora.targets=[q_proj]"])
+def test_an_adapters_keys_need_its_rank(item: str) -> None:
+    with pytest.raises(ConfigError, match=f"{item.partition('=')[0]}: has no effect without trainer.lora.rank"):
+        validate_training(load_config(None, [*BASE, item]))

@@ -252,6 +252,14 @@ def test_refused_mixtures(weights: tuple[float, ...], more: dict, named: str, tm
         open_source(mixture(tmp_path, *((weight, 1) for weight in weights), **more), 0)
     with refused("data.mixture", "path of each source"):
         open_source(DataConfig(mixture=[MixtureConfig()]), 0)
+    (tmp_path / "good.jsonl").write_text('{"prompt": "a"}\n')
+    good = str(tmp_path / "good.jsonl")
+    for key, wrong in (
+        ("data.path", MixtureConfig(path=str(tmp_path / "none.jsonl"))),
+        ("data.map", MixtureConfig(path=good, map="nope:f")),
+    ):
+        with refused("data.mixture.1", key):
+            open_source(DataConfig(mixture=[MixtureConfig(path=good), wrong]), 0)
     for weight in (0.0, -1.0, math.nan, math.inf):
         with refused("data.mixture.0.weight"):
             from_mapping({"mode": "plain", "data": {"mixture": [{"path": "x", "weight": weight}]}})
