@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 
 import torch
@@ -87,9 +86,9 @@ def _carry(open_store: Callable[[], Any], weights: WeightSet, parts: Sequence[to
     In a thread, which is given up at the limit: a client of a store waits for ever if the store's process hangs.
     """
     ended, limit_s = Future[str](), broadcast_s(weights.num_bytes)
-    Thread(target=lambda: ended.set_result(_take_part(open_store, weights, parts)), daemon=True).start()
+    SYSTEM.spawn(lambda: ended.set_result(_take_part(open_store, weights, parts)), "broadcast")
     try:
-        problem = ended.result(limit_s)
+        problem = SYSTEM.result(ended, limit_s)
     except TimeoutError:
         problem = f"no end within {limit_s:.0f} s"
     if problem:

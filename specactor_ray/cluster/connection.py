@@ -32,7 +32,7 @@ _JOIN_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeou
 def connect(config: ClusterConfig) -> Iterator[str]:
     """Context in which this process is connected to the cluster that `config` names; yields its address, `host:port`.
     A cluster that was started here ends with it. If Ray was initialised before, that connection is used, and stays. A
-    ClusterError, if it cannot be joined, names the address and the fix; SpecActorError, if none can be started."""
+    ClusterError, if it cannot be joined, names the address and the fix; SpecActorError, if Ray does not start."""
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
@@ -68,8 +68,10 @@ def _join(config: ClusterConfig, held: contextlib.ExitStack) -> None:
 @start_phase("starting Ray")
 def _start_private_cluster(config: ClusterConfig, held: contextlib.ExitStack) -> None:
     cpus = config.num_cpus or len(os.sched_getaffinity(0))
+    kind: type[SpecActorError] = ClusterError
     try:
         folder = private_folder()
+        kind = SpecActorError  # another start may succeed
         held.callback(shutil.rmtree, folder, ignore_errors=True)
         held.enter_context(_shown({**_private_settings(), **token_in(folder)}))
         held.callback(ray.shutdown)
@@ -80,7 +82,7 @@ def _start_private_cluster(config: ClusterConfig, held: contextlib.ExitStack) ->
         fix = "Fix: start again when the machine is less busy (Ray gives its processes 30 seconds); RAY_TMPDIR, if "
         fix += "it is set, must be a folder that this process may write to, with a short path in ASCII."
         why = " ".join(str(error).split())
-        raise SpecActorError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
+        raise kind(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
     note_address(folder, ray.get_runtime_context().gcs_address)
 
 
