@@ -171,7 +171,7 @@ def test_the_reference_attends_as_the_policy_does(tmp_path: Path) -> None:
     target = {"model": save_model("gemma2", tmp_path), "dtype": "float32"}
     config = from_mapping({"target": target, "algorithm": {"kl_coef": 0.1}})
     trainer = Trainer(config, None, Rendezvous(0, 1, "", 0), lambda: None)
-    (reference, *_) = trainer._updater._reference.args  # type: ignore[union-attr]
+    (reference,) = trainer.engine._frozen
     assert reference.model.config._attn_implementation == "eager"
 
 
