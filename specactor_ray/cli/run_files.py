@@ -92,8 +92,10 @@ def find_run(name: str, base: Path) -> Path:
     for folder in (Path(name).expanduser(), base / name):
         if folder.is_dir():
             return folder
-    names = sorted(path.name for path in base.iterdir() if path.is_dir()) if base.is_dir() else []
-    hint = did_you_mean(name, names) or f" There are: {', '.join(names[-3:])}." * bool(names)
+    folders = [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    names = [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
+    newest = f" The newest of {len(names)} runs there: {', '.join(names[-3:])}." * bool(names)
+    hint = did_you_mean(name, names) or newest
     raise InputError(f"{name}: no folder of this name is here or in {base}.{hint} Fix: name the folder of a run")
 
 

@@ -214,7 +214,7 @@ def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path:
     ("files", "name", "expected"),
     [
         ({}, "trainning", "Did you mean training?"),
-        ({}, "zzz", "There are: training."),
+        ({}, "zzz", "The newest of 1 runs there: training."),
         ({"notes.txt": ""}, "r", "is no folder of a training or of a rollout. Fix: name a folder with metrics.jsonl"),
         ({"config.yaml": ""}, "r", "has no results: no step of it has ended"),
         ({"summary.json": '{"status": "failed", "error": "no GPU"}'}, "r", "no step of it has ended (no GPU)"),
