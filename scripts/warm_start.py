@@ -1,10 +1,10 @@
-"""Teach a small model to rename variables in code, and write the tasks of `conf/bench_train_renames.yaml`.
+"""Teach a small model to rename variables in code: the start of `conf/bench_train_renames.yaml`.
 
     python scripts/warm_start.py OUT [--model smollm2-135m] [--steps 6]
 
-Reinforcement learning starts from a model that can do its task at times. OUT/model is such a model: supervised
-training on tasks that are drawn anew for every step. OUT/tasks.jsonl are other tasks of the same kind, with answers
-of 40 to 1,000 tokens of which most are short: the long tail of a rollout.
+Reinforcement learning starts from a model that solves its task at times. Supervised training on new tasks in each
+step makes one, in the folder OUT. `conf/prompts/code_renames.jsonl` has other tasks of the same kind
+(`held_out_tasks`). Their answers have 35 to 995 tokens and most are short, which is the long tail of a rollout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 10, 25)
 
 
 def make_task(rng: random.Random, functions: int) -> dict[str, str]:
-    """A chat prompt with code of so many functions, and the code as it should be."""
+    """A chat prompt with code of this many functions, and the right answer."""
     old, new = rng.choice(RENAMES)
     names = rng.sample([f"{verb}_{noun}" for verb in VERBS for noun in NOUNS], functions)
     code = "\n\n".join(

@@ -23,8 +23,7 @@ _CHECK, _NO_AUTO = "check", "no auto"
 
 
 def limited(allows: Callable[[Any], bool], fix: str, default: Any, auto: bool = True) -> Any:
-    """A field of values that `allows` accepts, and null if its type has it. Not `auto`: null is a value, such as no
-    limit, for which the word auto does not stand."""
+    """A field of values that `allows` accepts, and null if its type has it. `auto`: see `takes_auto`."""
 
     def check(key: str, value: Any) -> None:
         if not allows(value):
@@ -39,7 +38,7 @@ def at_least(smallest: int, default: Any, auto: bool = True) -> Any:
 
 
 def takes_auto(one: Field[Any]) -> bool:
-    """Whether the word auto stands for null."""
+    """Whether the word auto stands for null. It does not where null means none or no limit."""
     return not one.metadata.get(_NO_AUTO)
 
 
@@ -107,9 +106,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[KeyDoc]:
         if is_dataclass(annotation):
             yield from describe(annotation, f"{key}.")
             continue
-        words = type_in_words(annotation)
-        words = words if takes_auto(one) else words.replace(", auto or null", ", or null")
-        yield KeyDoc(key, words, default_of(one), docs.get(one.name, ""))
+        yield KeyDoc(key, type_in_words(annotation, takes_auto(one)), default_of(one), docs.get(one.name, ""))
         element = list_element(annotation)
         if is_dataclass(element):
             yield from describe(element, f"{key}.N.")
@@ -160,10 +157,10 @@ def choices(annotation: Any) -> list[str]:
     return list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
-def type_in_words(annotation: Any) -> str:
-    """Values that an annotation allows, in words for messages and help."""
+def type_in_words(annotation: Any, auto: bool = True) -> str:
+    """Values that an annotation allows, in words for messages and help. `auto`: see `takes_auto`."""
     inner, optional = without_none(annotation)
-    null = ", auto or null" if inner in (int, float) else ", or null"
+    null = ", auto or null" if auto and inner in (int, float) else ", or null"
     suffix = null if optional else ""
     if list_element(inner) is not None:
         return f"a list ({type_in_words(list_element(inner))} each){suffix}"

@@ -275,17 +275,15 @@ def _section(section: Any, tree: Any, prefix: str, schema: Any, default: Any = N
             factory: Any = one.default_factory
             mine = None if factory is kind else default_of(one)
             values[one.name] = _section(kind, {} if given is None else given, f"{key}.", schema, mine)
-        elif given == AUTO and not takes_auto(one):
-            raise ConfigError(key, "auto is not allowed.", f"use a number, or leave it out for {default_of(one)}.")
         elif one.name in tree:
-            values[one.name] = _value(kind, given, key, schema)
+            values[one.name] = _value(kind, given, key, schema, takes_auto(one))
     try:
         return section(**values)
     except RangeError as error:  # raised by `SamplingParams`
         raise ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.") from None
 
 
-def _value(annotation: Any, value: Any, key: str, schema: Any) -> Any:
+def _value(annotation: Any, value: Any, key: str, schema: Any, auto: bool) -> Any:
     element = list_element(annotation)
     if is_dataclass(element):
         if not isinstance(value, list):
@@ -293,17 +291,17 @@ def _value(annotation: Any, value: Any, key: str, schema: Any) -> Any:
             raise ConfigError(key, f"{clipped(value)} is not a list.", f"write a list of sections: {example}")
         return [_section(element, item, f"{key}.{index}.", schema) for index, item in enumerate(value)]
     try:
-        return _converted(annotation, value)
+        return _converted(annotation, value, auto)
     except (KeyError, OverflowError, TypeError, ValueError):
-        fix = f"{key} is {type_in_words(annotation)}."
+        fix = f"{key} is {type_in_words(annotation, auto)}."
         raise ConfigError(key, f"{clipped(value)} is of the wrong type or not allowed.", fix) from None
 
 
-def _converted(annotation: Any, value: Any) -> Any:
+def _converted(annotation: Any, value: Any, auto: bool = True) -> Any:
     """The value as the annotation has it. Raises KeyError, OverflowError, TypeError or ValueError for another one."""
     kind, optional = without_none(annotation)
     element = list_element(kind)
-    if optional and (value is None or (value == AUTO and kind in (int, float))):  # null is the default of numbers
+    if optional and (value is None or (auto and value == AUTO and kind in (int, float))):
         return None
     if element is not None and isinstance(value, list):
         return [_converted(element, item) for item in value]

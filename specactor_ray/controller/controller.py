@@ -243,9 +243,8 @@ class Controller:
         members, now = list(self._fleet.members.values()), self._clock.now()
         self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
-        # A process that was told to end may still have memory.
-        is_at_rest = self._fleet.is_at_rest(self._weights.is_refused) and not self._backend.poll_ends()
-        self._rests = self._fleet.is_held and is_at_rest
+        is_at_rest = self._fleet.is_held and self._fleet.is_at_rest(self._weights.is_refused)
+        self._rests = is_at_rest and not self._backend.poll_ends()  # a process has its memory until it has ended
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:

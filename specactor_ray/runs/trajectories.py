@@ -74,8 +74,8 @@ class _Lines:
 
 
 class TrajectoryWriter:
-    """Writes the trajectories of a run; of one whose outputs are `scored` first to a file of those without a reward,
-    which a reward of a whole group leaves there for long. Raises as `_Lines`."""
+    """Writes the trajectories of a run. Outputs of a `scored` run are in a file of their own until they have rewards,
+    which a reward of a whole group gives late. Raises as `_Lines`."""
 
     def __init__(self, folder: Path, scored: bool = False) -> None:
         self.path, unscored = folder / TRAJECTORIES_FILE, folder / UNSCORED_FILE

@@ -32,8 +32,8 @@ def coin_or_kills(sample: RewardSample) -> float:
 
 
 def _may_kill(sample: RewardSample) -> None:
-    """Kill the process that asks, one time: as soon as a file has so many lines. `kills` of the row has the file, the
-    number and a file that marks the time."""
+    """Kill the parent process once, when a file has a number of lines. `kills` of the row has the file, the number and
+    a file that marks the kill."""
     file, lines, mark = sample.metadata.get("kills", ("", 0, ""))
     if file and Path(file).exists() and len(Path(file).read_text().splitlines()) >= lines:
         with contextlib.suppress(FileExistsError):

@@ -190,8 +190,8 @@ class TestRun:
 
     @pytest.mark.parametrize("function", ["reward_forms:rank", "reward_functions:slow_on_text"])
     def test_outputs_without_a_reward_yet_are_in_an_interrupted_run(self, function: str) -> None:
-        """Of a group that had not ended, and of a function that takes its time: by Ctrl-C, and by kill -9, which leaves
-        what is in the files at that time; again and again, and also if nothing is scored any more."""
+        """The group has not ended, or the function is slow. Ctrl-C and kill -9 interrupt the run, the latter with the
+        files as they are at that time; twice, and also if the last resume has no scorer."""
         reward = {"functions": [{"name": f"tests.fakes.{function}"}], "workers": 1}
         first, others = (
             [sample(*one) for one in some] for some in (((0, 1), (1, 0), (2, 1)), ((0, 0), (1, 1), (2, 0)))
