@@ -61,7 +61,8 @@ def write_weights(folder: Path) -> None:
 
 
 def run_report(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    # Without the width of the terminal in which the tests run.
+    return CliRunner(env={"COLUMNS": None}).invoke(app, ["report", *map(str, arguments)])
 
 
 def test_a_killed_training_has_table_curve_timeline_plot_and_its_best_checkpoint(tmp_path: Path) -> None:
