@@ -47,6 +47,11 @@ def positive(default: Any, up_to: float = 1e9) -> Any:
     return limited(lambda value: 0.0 < value <= up_to, f"use a number above 0 and at most {up_to:g}.", default)
 
 
+def checked(check: Callable[[str, Any], None], default: Any = None) -> Any:
+    """A field whose values, but for null, `check(key, value)` accepts, or else raises ConfigError."""
+    return field(default=default, metadata={_CHECK: check})
+
+
 def one_of(allowed: Collection[str], default: str) -> Any:
     """A text from a list."""
     return field(default=default, metadata={_CHECK: partial(reject_unlisted, allowed=allowed)})

@@ -75,6 +75,7 @@ def validate(config: Config) -> None:
         _of_run_and_cluster(config.run.name, config.cluster),
         _of_target(target),
         _of_engine_arguments(target),
+        _of_accelerator("target", target.accelerator, target.gpus),
         _of_drafting(config),
         *(_of_drafter(drafter, f"drafters.{index}") for index, drafter in enumerate(config.drafters)),
     ):
@@ -194,6 +195,12 @@ def _half_precision(key: str, dtype: str, host: str, gpus: int) -> Iterator[Prob
         yield key, "float16 needs a GPU: on a CPU it is slow and loses range.", f"use float32, or {host}.gpus=1."
 
 
+def _of_accelerator(section: str, accelerator: str | None, gpus: int) -> Iterator[Problem]:
+    if accelerator is not None and not gpus:
+        problem = f"{clipped(accelerator)} is a kind of GPUs, and {section}.gpus is 0."
+        yield f"{section}.accelerator", problem, f"use {section}.gpus=1, or leave it out."
+
+
 def _of_drafting(config: Config) -> Iterator[Problem]:
     speculation, mode = config.speculation, config.mode
     if speculation.race_below is not None and speculation.race is not RaceName.tail:
@@ -225,6 +232,10 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
 
 def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
     cores, default = drafter.cores, DrafterConfig()
+    yield from _of_accelerator(key, drafter.accelerator, drafter.gpus)
+    if drafter.hosted and drafter.accelerator is not None:
+        problem = f"{clipped(drafter.accelerator)}, but a hosted drafter has the GPUs of its verifier."
+        yield f"{key}.accelerator", problem, f"leave it out, or leave out {key}.hosted."
     if not _SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
         problem = f"{cores:g} is neither a whole number of cores nor a share of one."
         yield f"{key}.cores", problem, f"use 1, 2, ..., or {_SMALLEST_SHARE:g} up to below 1."
@@ -300,6 +311,10 @@ def _of_trainer(config: Config) -> Iterator[Problem]:
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."
+    yield from _of_accelerator("trainer", trainer.accelerator, trainer.gpus)
+    if trainer.colocate and trainer.accelerator not in (None, config.target.accelerator):
+        problem = f"{clipped(trainer.accelerator)}, but trainer.colocate trains on the GPUs of the verifiers."
+        yield "trainer.accelerator", problem, "leave it out and set target.accelerator, or trainer.colocate=false."
     if trainer.max_staleness and trainer.offload:
         problem = (
             "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
+from specactor_ray.config.accelerators import accelerator_type
 from specactor_ray.config.fields import at_least, limited, not_empty, one_of, positive
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
@@ -133,6 +134,9 @@ class TargetConfig:
     rank, fewer on smaller machines."""
     gpus: int = at_least(0, default=0)
     """GPUs of each verifier; 0 runs on the CPU."""
+    accelerator: str | None = accelerator_type()
+    """Kind of these GPUs: one of Ray's accelerator types, such as `H100`, `in(H100, H200)` or `!T4`, or a label of
+    nodes, such as `market-type=spot`; commas stand between several conditions. Default: any."""
     tensor_parallel: int = at_least(1, default=1)
     """For `vllm`: ranks over which the model of a verifier is split, each on its own GPU or on its share of the
     verifier's cores."""
@@ -203,6 +207,8 @@ class DrafterConfig:
     actors of the run share, never a verifier. Hosted: unused, but `mode: auto` on CPUs gives them to the verifier."""
     gpus: int = at_least(0, default=0)
     """GPUs of each draft actor; 0 runs on the CPU. Hosted: unused, the verifier's device drafts."""
+    accelerator: str | None = accelerator_type()
+    """Kind of these GPUs, as `target.accelerator`; cheaper or older ones than the target's may do. Hosted: unused."""
     window: int | None = _window(None)
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from specactor_ray.config.accelerators import accelerator_type
 from specactor_ray.config.fields import at_least, limited, not_empty, one_of, positive
 
 LARGEST_REWARD = 1e18
@@ -254,6 +255,8 @@ class TrainerConfig:
     """CPU cores of each rank. Default: all of the node, shared with the verifiers: the two take turns."""
     gpus: int = at_least(0, default=0)
     """GPUs of each rank; 0 trains on the CPU."""
+    accelerator: str | None = accelerator_type()
+    """Kind of these GPUs, as `target.accelerator`, which trainer.colocate takes for it."""
     colocate: bool = False
     """Each rank has the GPU of a verifier, in turns with it; sets trainer.offload."""
     dtype: str = one_of(("float32", "bfloat16"), default="float32")

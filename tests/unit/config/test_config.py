@@ -26,6 +26,8 @@ NGRAM = "drafters=[{method: ngram}]"
 EAGLE = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 SUFFIX = "drafters=[{method: suffix}]"
 VLLM = ("target.backend=vllm",)
+GPU = ("target.gpus=1",)
+DRAFTS_ON_GPU = "drafters=[{method: draft_model, model: m, gpus: 1, accelerator: L4}]"
 SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
 
 
@@ -139,6 +141,13 @@ REFUSED: list[tuple[list[str], str, str]] = [
         "drafters.0.dtype",
         "target.gpus=1",
     ),
+    (["target.accelerator=H100"], "target.accelerator", "target.gpus=1"),
+    ([*GPU, "target.accelerator='H 100'"], "target.accelerator", "in(L4, A10G)"),
+    ([*GPU, "target.accelerator='in(L4,'"], "target.accelerator", "such as H100"),
+    ([*GPU, "target.accelerator='=spot'"], "target.accelerator", "market-type=spot"),
+    ([*GPU, "target.accelerator='H100,A100'"], "target.accelerator", "two conditions on one label"),
+    ([DRAFTS_ON_GPU, "drafters.0.gpus=0"], "drafters.0.accelerator", "drafters.0.gpus=1"),
+    (["mode=coupled", DRAFTS_ON_GPU, "drafters.0.hosted=true"], "drafters.0.accelerator", "drafters.0.hosted"),
     (["target.compiled=false"], "target.compiled", "target.backend=vllm"),
     (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
     ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
@@ -227,6 +236,8 @@ def test_a_missing_file_is_named() -> None:
         ["mode=coupled", "drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"],
         ["mode=plain", "target.gpus=1", "target.dtype=float16"],
         ["mode=plain", *SPLIT],
+        ["mode=plain", *GPU, "target.accelerator='in(H100, H200), market-type=!spot'"],
+        ["mode=coupled", *GPU, "target.accelerator=H100", DRAFTS_ON_GPU],
         ["mode=coupled", *SPLIT, "drafters=[{method: draft_model, model: m, gpus: 1}]"],
         ["mode=plain", "target.backend=vllm", "target.compiled=false"],
         ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],

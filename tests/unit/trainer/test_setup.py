@@ -80,6 +80,12 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
             "use 2",
         ),
         ("reward.functions=[{name: reasoning_gym}]", "reward.functions", "reasoning_gym"),
+        ("trainer.accelerator=A100", "trainer.accelerator", "trainer.gpus=1"),
+        (
+            "trainer.colocate=true; trainer.gpus=1; target.gpus=1; trainer.accelerator=A100",
+            "trainer.accelerator",
+            "target.accelerator",
+        ),
         ("trainer.colocate=true", "trainer.colocate", "target.gpus=1"),
         ("trainer.colocate=true; trainer.gpus=1", "trainer.colocate", "target.gpus=1"),
         (
