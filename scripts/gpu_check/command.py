@@ -56,7 +56,7 @@ def gpu_check(
     drafts: Annotated[str, typer.Option(help="Draft tokens of each request in a step.")] = _joined(_DEFAULTS.drafts),
     accept: Annotated[str, typer.Option(help="Shares of draft tokens that are right.")] = _joined(_DEFAULTS.accept),
 ) -> None:
-    """Measure what one GPU does with this project's work; docs/benchmarks.md describes stages and figures.
+    """Measure what one GPU does with this project's work; docs/performance.md says what was measured.
 
     Exit codes: 0, also when measurements are missing; 1 when a stage failed; 2 after a mistake; 130 when interrupted.
     """
