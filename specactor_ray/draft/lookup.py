@@ -5,7 +5,7 @@ the outputs of the same prompt; with two scopes all outputs of the run, finished
 of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
 at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
 one without a guess. Tails never enter an index. Other lookups derive from `RowProposer` (`draft/rows.py`). See
-docs/design/suffix-drafter.md.
+docs/design/drafters.md.
 """
 
 from __future__ import annotations

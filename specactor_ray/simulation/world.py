@@ -181,7 +181,7 @@ and merge, with gaps of 0.8 us."""
 _STEP = linear(0.02, 0.0002)
 _LOOKUP = linear(0.0, row_s=5e-6)
 """Time of a lookup: 3.3 us an answer and 0.74 us a committed token
-(docs/design/suffix-drafter.md)."""
+(docs/design/drafters.md)."""
 
 
 @dataclass(frozen=True)

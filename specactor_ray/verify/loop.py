@@ -33,7 +33,7 @@ _NO_VERSION = -1
 
 class VerifyLoop(Loop):
     """Drives one target engine, which only the loop's thread uses after the begin of `run`. `hosted`: drafters of this
-    process, run between two steps (docs/design/hosted.md); `set_drafters` sets others."""
+    process, run between two steps (docs/design/drafters.md); `set_drafters` sets others."""
 
     def __init__(
         self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
