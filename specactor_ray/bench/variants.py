@@ -1,4 +1,5 @@
-"""Variants of a comparison of modes: every one on the same cores, drafters' cores included."""
+"""Variants of a comparison of modes: on CPUs every one on the same cores, drafters' cores included; on GPUs on those of
+the verifiers alone, and on all of them, drafters' GPUs included."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import plan_config, settle
+from specactor_ray.startup.mode import give_gpus, models_on_cores, plan_config, settle
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,19 @@ together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.r
 
 def side_by_side(config: Config) -> tuple[Config, list[str]]:
     """The configuration of which variants are compared, and the plan in words. `mode: auto` becomes `decoupled`, with
-    the layout as written, or as planned with `profile`. Raises as `plan_config`."""
+    the layout as written but for a GPU of each draft model where there is room, or as planned with `profile`. Raises as
+    `plan_config`."""
     machine = Machine.here()
-    if config.mode is not ModeName.auto or config.profile is None:
-        return settle(config, machine, mode=ModeName.decoupled)[0], []
+    if config.mode is not ModeName.auto:
+        return settle(config, machine)[0], []
+    if config.profile is None:
+        settled, _ = settle(config, machine, mode=ModeName.decoupled)
+        if not (keys := give_gpus(settled, machine.devices(settled.cluster))):
+            return settled, []
+        for drafter, given in zip(settled.drafters, config.drafters, strict=True):
+            drafter.dtype = given.dtype  # settled again, for its GPU
+        lines = [f"{key}=1: a draft actor's model beside verifiers on GPUs" for key in keys]
+        return settle(settled, machine, mode=ModeName.decoupled)[0], lines
     planned, plan = plan_config(config, machine, [ModeName.decoupled])
     return planned, plan.lines()
 
@@ -70,7 +80,8 @@ def plan_variants(
     lookup alone is as in `coupled`); `fon` is the one with all of them. Plain and coupled verifiers get the drafters'
     cores on top of their own. Plain decoding may use the cores in the layout that suits it best: all cores in the given
     verifiers, as many verifiers more as the drafters' cores can hold (the batch is then shared out), or one core per
-    verifier (and rank).
+    verifier (and rank). With a target on GPUs, plain and coupled also run with as many verifiers more as the drafters'
+    GPUs can hold, and `decoupled` needs one for each draft model.
 
     Raises:
         InputError: `modes` lacks plain, which the others are compared with, or `fon` has only one method to race.
@@ -112,7 +123,9 @@ def _variants(config: Config, mode: str, batch: int, auto: Config, left_out: lis
     target = config.target
     all_cores = (target.replicas, target.cores + _extra_cores(config))
     if mode == "plain":
-        for layout in dict.fromkeys([all_cores, *_other_plain_layouts(config, batch, left_out)]):
+        more = _more_verifiers(config, batch, mode, left_out)
+        fewest = [] if target.gpus else [(target.replicas, target.tensor_parallel)]
+        for layout in dict.fromkeys([all_cores, *more, *fewest]):
             yield _variant(config, ModeName.plain, batch, "plain", layout)
     elif mode == "auto":
         own = (auto.target.replicas, auto.target.cores)
@@ -123,12 +136,15 @@ def _variants(config: Config, mode: str, batch: int, auto: Config, left_out: lis
         yield _variant(config, ModeName.decoupled, batch, "fon")
         yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
     else:
-        for drafter in config.drafters:
+        for number, drafter in enumerate(config.drafters):
             name = mode if len(config.drafters) == 1 else f"{mode} {drafter.method}"
             if mode == "coupled":
-                variant = _variant(config, ModeName.coupled, batch, name, all_cores)
-                variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
-                yield variant
+                for layout in [all_cores, *(_more_verifiers(config, batch, name, left_out) if target.gpus else ())]:
+                    variant = _variant(config, ModeName.coupled, batch, name, layout)
+                    variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
+                    yield variant
+            elif number in models_on_cores(config) and drafter.hosted is None:
+                left_out.append(f"{name}: left out, there is no GPU for {drafter.method} beside those of the verifiers")
             elif not is_hosted(drafter, config.mode):
                 yield _variant(_method_alone(config, drafter), ModeName.decoupled, batch, name)
             else:
@@ -145,7 +161,8 @@ def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tupl
     chosen.target.max_batch = -(-batch * config.target.replicas // replicas)
     chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
     beside = f" + {draft_cores(acting_drafters(config))}" if mode is ModeName.decoupled else ""
-    return Variant(f"{name} {replicas}x{cores}{beside}", batch, chosen)
+    gpus = f" on {devices_of(chosen).gpus} GPUs" if chosen.target.gpus else ""
+    return Variant(f"{name} {replicas}x{cores}{beside}{gpus}", batch, chosen)
 
 
 def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
@@ -163,9 +180,9 @@ def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
 
 def _reject_drafters_on_gpus(config: Config) -> None:
     for index, drafter in enumerate(config.drafters):
-        if drafter.gpus:
+        if drafter.gpus and not config.target.gpus:
             problem = "only CPU cores are shared out among the variants; plain decoding would go without this GPU."
-            raise ConfigError(f"drafters.{index}.gpus", problem, "use 0 in this benchmark.")
+            raise ConfigError(f"drafters.{index}.gpus", problem, "use 0 in this benchmark, or target.gpus.")
 
 
 def _extra_cores(config: Config) -> int:
@@ -182,14 +199,17 @@ def _extra_cores(config: Config) -> int:
     return extra
 
 
-def _other_plain_layouts(config: Config, batch: int, left_out: list[str]) -> Iterator[tuple[int, int]]:
-    target = config.target
-    more, rest = divmod(draft_cores(acting_drafters(config)), target.cores)
+def _more_verifiers(config: Config, batch: int, name: str, left_out: list[str]) -> Iterator[tuple[int, int]]:
+    """As many verifiers more as the draft actors' devices can hold: cores, or with a target on GPUs those."""
+    target, drafters = config.target, acting_drafters(config)
+    kind, each, taken = "cores", target.cores, draft_cores(drafters)
+    if target.gpus:
+        kind, each, taken = "GPUs", target.gpus, sum(drafter.replicas * drafter.gpus for drafter in drafters)
+    more, rest = divmod(taken, each)
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:
         yield replicas, target.cores
     elif more:
         why = f"{replicas} verifiers cannot share {batch * target.replicas} requests evenly"
-        why = f"{target.cores} cores a verifier leave {rest} of the draft cores over" if rest else why
-        left_out.append(f"plain {replicas}x{target.cores}, batch {batch}: left out, {why}")
-    yield target.replicas, target.tensor_parallel
+        why = f"{each} {kind} a verifier leave {rest} of the drafters' {kind} over" if rest else why
+        left_out.append(f"{name} {replicas}x{target.cores}, batch {batch}: left out, {why}")

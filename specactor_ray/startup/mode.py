@@ -73,7 +73,7 @@ def _dtype_line(given: Config, settled: Config) -> list[str]:
 
 def _choose_mode(config: Config, there: Devices | None) -> str:
     """Set the mode, and the devices that follow from it. Returns the choice in words."""
-    target, given = config.target, _give_gpus(config, there)
+    target, given = config.target, give_gpus(config, there)
     config.mode, reason = _mode_of(config, there)
     line = f"mode: {config.mode.value} ({reason})" + "".join(f", {key}=1" for key in given)
     if config.mode is ModeName.coupled and not target.gpus and there is not None:
@@ -83,7 +83,7 @@ def _choose_mode(config: Config, there: Devices | None) -> str:
     return line
 
 
-def _models_on_cores(config: Config) -> list[int]:
+def models_on_cores(config: Config) -> list[int]:
     """Indices of the draft models that would draft on CPU cores for a target on GPUs."""
     return [
         number
@@ -92,9 +92,10 @@ def _models_on_cores(config: Config) -> list[int]:
     ]
 
 
-def _give_gpus(config: Config, there: Devices | None) -> list[str]:
-    """Give a GPU to each draft model that would have none, if there is room for all of them. Returns the keys set."""
-    numbers = _models_on_cores(config)
+def give_gpus(config: Config, there: Devices | None) -> list[str]:
+    """Give a GPU to each draft model that would have none beside a target on GPUs, if there is room for all of them.
+    Returns the keys set."""
+    numbers = models_on_cores(config)
     if there is None or not numbers:
         return []
     for number in numbers:
@@ -117,7 +118,7 @@ def _mode_of(config: Config, there: Devices | None) -> tuple[ModeName, str]:
         return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
     if not config.target.gpus:
         return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
-    if numbers := _models_on_cores(config):
+    if numbers := models_on_cores(config):
         return ModeName.coupled, f"no GPU for drafters.{numbers[0]}, so verifiers run it on theirs; set its gpus to 1"
     if not acting_drafters(config):
         return ModeName.coupled, "verifiers host all drafters"

@@ -42,7 +42,7 @@ from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
-from specactor_ray.startup.machine import devices_of
+from specactor_ray.startup.machine import Machine, devices_of
 from tests.refused import refused
 
 HEALTH = {
@@ -150,6 +150,43 @@ class TestAuto:
         assert [one.label for one in variants] == ["plain 1x2", "plain 1x1", "auto 1x1 + 1", "coupled 1x2"]
         assert [note.split(":")[0] for note in notes] == ["plain 2x1, batch 3", "decoupled 1x1 + 1, batch 3"]
         assert "2 verifiers cannot share 3 requests evenly" in notes[0] and "same as auto" in notes[1]
+
+
+class TestOnGpus:
+    """The same command with one GPU and with two."""
+
+    TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
+    MODEL = "drafters=[{method: draft_model, model: m}]"
+
+    def planned(self, gpus: int, monkeypatch: pytest.MonkeyPatch, batch: int = 4, *more: str) -> tuple[Any, list[str]]:
+        machine = Machine(16, gpus, (80 << 30,) * gpus, bfloat16=False)
+        monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+        settled, notes = side_by_side(load_config(None, ["target.gpus=1", self.MODEL, *more]))
+        variants, left_out = plan_variants(settled, ALL, [batch])
+        return variants, [*notes, *left_out]
+
+    def test_one_gpu_is_shared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        variants, notes = self.planned(1, monkeypatch)
+        assert [one.label for one in variants] == ["plain 1x6 on 1 GPUs", "coupled 1x6 on 1 GPUs"]
+        assert [devices_of(one.config).gpus for one in variants] == [1, 1]
+        (note,) = notes
+        assert note.startswith("decoupled: left out, there is no GPU for draft_model")
+
+    def test_of_two_gpus_the_drafter_gets_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        variants, notes = self.planned(2, monkeypatch)
+        labels = ["plain 1x6 on 1", "plain 2x5 on 2", "coupled 1x6 on 1", "coupled 2x5 on 2", "decoupled 1x5 + 1 on 2"]
+        assert [one.label for one in variants] == [f"{label} GPUs" for label in labels]
+        assert [one.config.target.max_batch for one in variants] == [4, 2, 4, 2, 4]
+        drafter = variants[-1].config.drafters[0]
+        assert (drafter.gpus, drafter.dtype) == (1, "bfloat16") and notes[0].startswith("drafters.0.gpus=1")
+        _, notes = self.planned(2, monkeypatch, 1)
+        assert [note.partition(" 2x")[0] for note in notes[1:]] == ["plain", "coupled"]
+
+    def test_a_layout_that_is_written_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        variants, _ = self.planned(2, monkeypatch, 4, "mode=decoupled", "drafters.0.hosted=false")
+        assert variants[-1].config.mode is ModeName.decoupled and variants[-1].config.drafters[0].gpus == 0
+        variants, _ = self.planned(4, monkeypatch, 4, *self.TWO_RANKS, "drafters.0.gpus=1", "mode=decoupled")
+        assert [devices_of(one.config).gpus for one in variants] == [2, 2, 3]
 
 
 class TestComparison:
