@@ -237,8 +237,8 @@ def _clusters() -> Iterator[Finding]:
 
 
 def _cluster(address: str) -> Finding:
-    from specactor_ray.cluster.backend import cluster_supply
     from specactor_ray.cluster.connection import connect, list_runs
+    from specactor_ray.cluster.supply import cluster_supply, gpus_by_kind
     from specactor_ray.config.schema import ClusterConfig
 
     try:
@@ -251,5 +251,7 @@ def _cluster(address: str) -> Finding:
         for what in ("total", "free")
     )
     shares = [f"{free[kind]:g} of {total[kind]:g} {kind}s free" for kind in total if total[kind]]
+    kinds, left = gpus_by_kind(nodes), gpus_by_kind(nodes, "free")
+    shares += [f"{left[kind]:g} of {number:g} {kind}" for kind, number in kinds.items() if number]
     parts = [f"{len(nodes)} nodes", *(shares or ["no CPUs"]), f"runs: {', '.join(runs) or 'none'}"]
     return Finding("cluster", address, "; ".join(parts))

@@ -343,9 +343,10 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    """`10.0.0.1 pid 123 cores 0,1`"""
-    cores = ",".join(str(core) for core in row.get("cores") or ())
-    parts = (("", row.get("node")), ("pid ", row.get("pid")), ("cores ", cores))
+    """`10.0.0.1 pid 123 cores 0,1 H100 0`; GPUs of a kind that Ray does not know are `GPU 0`."""
+    cores, gpus = (",".join(map(str, row.get(name) or ())) for name in ("cores", "gpus"))
+    kind = row.get("accelerator") or "GPU"
+    parts = (("", row.get("node")), ("pid ", row.get("pid")), ("cores ", cores), (f"{kind} ", gpus))
     return " ".join(f"{name}{value}" for name, value in parts if value not in (None, ""))
 
 

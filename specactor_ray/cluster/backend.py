@@ -27,56 +27,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, random_suffix, run_and_actor
+from specactor_ray.cluster.supply import Demand, NodeSupply, Place, cluster_supply, live_nodes
+from specactor_ray.config.accelerators import KIND_LABEL, label_selector
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import start_ticks
 
 logger = logging.getLogger(__name__)
 
-_FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
 _RAYLET_CHECK_S = 5.0
 _KILL_GRACE_S, _KILL_TIMEOUT_S = 1.0, 10.0
 """Seconds from `ray.kill` to SIGKILL, in which a process may end by itself, and to the end of the watch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Resources of one actor, all on one node."""
-
-    owner: str
-    """Actor id; also names the group."""
-    cpus: float
-    gpus: float = 0.0
-    guest_cpus: float = 0.0
-    """Cores of a rank of the trainer in the same bundle, which shares the GPU; 0: there is none."""
-
-    def bundle(self) -> dict[str, float]:
-        """The resources for Ray; never empty, which Ray would refuse."""
-        wanted = {"CPU": float(self.cpus + self.guest_cpus), "GPU": float(self.gpus)}
-        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
-
-    @property
-    def own_gpus(self) -> float:
-        """GPUs of the actor for Ray: with a guest each of the two has a half, of the same one."""
-        return self.gpus / 2 if self.guest_cpus else self.gpus
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSupply:
-    """Resources of one live node."""
-
-    node_id: str
-    ip: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class GroupFacts:
     """A placement group, as of one query."""
 
-    nodes: tuple[tuple[str, str] | None, ...]
-    """Id and IP address of the node of each bundle; None while the bundle waits for room."""
+    nodes: tuple[Place | None, ...]
+    """The node of each bundle; None while the bundle waits for room."""
     resources: Mapping[str, float]
     """The sum of its bundles."""
 
@@ -145,11 +114,10 @@ class RayBackend:
         self._ending: dict[Future[bool], ProcessFacts] = {}
 
     def request(self, name: str, demands: Sequence[Demand]) -> PlacementGroup:
-        # STRICT_PACK would refuse a group that is larger than a node.
-        return placement_group([demand.bundle() for demand in demands], strategy="PACK", name=name, lifetime=None)
+        return request_group(name, demands)
 
     def groups(self) -> Mapping[str, GroupFacts]:
-        nodes = {one["NodeID"]: (one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]}
+        nodes = {one.node_id: Place(one.node_id, one.ip, one.labels.get(KIND_LABEL, "")) for one in live_nodes()}
         found = {}
         for group_id, facts in placement_group_table().items():
             if facts["state"] == "REMOVED":
@@ -221,6 +189,13 @@ def make_actor(
     return made.options(name=name, **always, **options).remote(*arguments)
 
 
+def request_group(name: str, demands: Sequence[Demand]) -> PlacementGroup:
+    """Request a placement group with a bundle for each demand, on nodes of its kind."""
+    bundles, kinds = [one.bundle() for one in demands], [label_selector(one.accelerator) for one in demands]
+    # STRICT_PACK would refuse a group that is larger than a node.
+    return placement_group(bundles, "PACK", name, bundle_label_selector=kinds if any(kinds) else None)
+
+
 def find_group(name: str) -> PlacementGroup:
     """The placement group of this name. ClusterError: there is none."""
     for group_id, facts in placement_group_table().items():
@@ -260,57 +235,6 @@ def on_node(node_id: str) -> dict[str, Any]:
     """Options of a small task that must run on this node and takes no resources."""
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-
-
-# ---- demand and supply ----
-
-
-def cluster_supply() -> list[NodeSupply]:
-    """The live nodes, each with its total and its free resources."""
-    try:
-        from ray._private.state import available_resources_per_node  # no public function returns it
-
-        free = available_resources_per_node()
-    except (ImportError, RuntimeError):
-        free = {}
-    nodes = [(one["NodeID"], one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]]
-    return [NodeSupply(node_id, ip, total, free.get(node_id, total)) for node_id, ip, total in nodes]
-
-
-def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
-    """False when the demands exceed the total resources of these nodes, whatever other users hold."""
-    for name in ("CPU", "GPU"):
-        wanted = [demand.bundle().get(name, 0.0) for demand in demands]
-        have = [node.total.get(name, 0.0) for node in supply]
-        if sum(wanted) > sum(have) + 1e-6 or max(wanted, default=0.0) > max(have, default=0.0) + 1e-6:
-            return False
-    return True
-
-
-def demand_against_supply(
-    demands: Sequence[Demand], supply: Sequence[NodeSupply], held: Mapping[str, Mapping[str, float]] | None = None
-) -> str:
-    """A readable table: the demand of the actors, the resources of every node, what is missing, what others hold by
-    their placement groups, and the fix."""
-    kinds = Counter((demand.owner.rsplit("-", 1)[0], _amounts(demand.bundle())) for demand in demands)
-    lines = ["Demand:", *(f"  {f'{kind} ({count})':<24} {amounts} each" for (kind, amounts), count in kinds.items())]
-    total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
-    lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
-    lines += [
-        f"  {f'{node.ip} ({node.node_id[:8]})':<24} {_amounts(node.total)}, free {_amounts(node.free)}"
-        for node in supply
-    ] or ["  no live node"]
-    free = {name: sum(node.free.get(name, 0.0) for node in supply) for name in total}
-    missing = {name: max(0.0, total[name] - free[name]) for name in total}
-    if any(missing.values()):
-        lines.append(f"Missing: {_amounts(missing)}")
-    if held:
-        lines.append(f"Held by: {'; '.join(f'{user}: {_amounts(held[user])}' for user in sorted(held))}")
-    return "\n".join([*lines, _FIX])
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return f"{resources.get('CPU', 0.0):g} CPU, {resources.get('GPU', 0.0):g} GPU"
 
 
 # ---- processes ----

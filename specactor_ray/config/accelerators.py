@@ -56,6 +56,18 @@ def allows(accelerator: str | None, labels: Mapping[str, str]) -> bool:
     return True
 
 
+def allows_kind(accelerator: str | None, kind: str) -> bool:
+    """Whether GPUs of this kind may do, whatever other labels their nodes must have. An unknown kind is empty."""
+    own = [(label, condition) for label, condition in _terms(accelerator or "") if label == KIND_LABEL and condition]
+    return all(allows(condition, {KIND_LABEL: kind} if kind else {}) for _, condition in own)
+
+
+def of_kind(accelerator: str | None, kind: str) -> str:
+    """The value with this single kind, and its conditions on other labels."""
+    others = [f"{label}={one}" for label, one in _terms(accelerator or "") if label != KIND_LABEL]
+    return ", ".join([kind, *others])
+
+
 def _terms(value: str) -> list[tuple[str, str]]:
     """Label and condition of each part of a value."""
     parts = [part.strip() for part in re.split(r",(?![^(]*\))", value)]

@@ -23,6 +23,7 @@ from specactor_ray.cluster.backend import Backend, RayBackend, end_with_raylet, 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import list_runs
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, new_run_name
+from specactor_ray.cluster.supply import cluster_supply, require_kinds
 from specactor_ray.config.methods import draft_actors, drafter_specs, scale_refusal
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.fleet import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Fleet
@@ -120,7 +121,8 @@ class Controller:
         return None if view.version == known else view
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""
+        """One row per actor: id, kind, method, phase, node, pid, cores, gpus and their kind (`accelerator`), silent_s,
+        note, counters."""
         return self._status
 
     def scale(self, drafters: Mapping[str, int]) -> None:
@@ -265,11 +267,12 @@ def start_controller(
     held: contextlib.ExitStack | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, a named actor that ends with this process, and start the run. Returns the
-    controller and the name of the run, whose end is added to `held`. Errors are those of `Controller.start`; nothing of
-    the run is left then."""
+    controller and the name of the run, whose end is added to `held`. Errors are those of `Controller.start`, and
+    ConfigError for a kind of GPUs that no node has; nothing of the run is left then."""
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
+    require_kinds(config, cluster_supply())
     remove_left()
     if held is not None:
         held.callback(end_run, run)

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from specactor_ray.actors.specs import VERIFIER, ActorSpec, Departure, Phase
-from specactor_ray.cluster.backend import Backend, can_ever_fit
+from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.names import actor_name, new_actor_id
+from specactor_ray.cluster.supply import can_ever_fit
 from specactor_ray.config.methods import drafter_specs, hosted_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member, stop_in_order

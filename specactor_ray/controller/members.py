@@ -11,6 +11,7 @@ from typing import Any
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, DraftEndpoint, Phase
 from specactor_ray.cluster.backend import ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.cluster.supply import Place
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
 from specactor_ray.controller.seating import Seat
@@ -182,17 +183,18 @@ class Member(ActorState):
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
-        (node_id, node_ip), facts, is_verifier = self.seat.node or ("", ""), self.facts, self.key == VERIFIER
+        node, facts, is_verifier = self.seat.node or Place("", ""), self.facts, self.key == VERIFIER
         return {
             "id": self.actor_id,
             "kind": "verifier" if is_verifier else "drafter",
             "method": "" if is_verifier else self.key,
             "phase": self.phase.value,
-            "node": node_ip,
-            "node_id": node_id,
+            "node": node.ip,
+            "node_id": node.node_id,
             "pid": facts.pid if facts else None,
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),
+            "accelerator": node.kind if self.seat.demand.gpus else "",
             "silent_s": round(self.silent_s(now), 1),
             "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
             "weight_version": self.weights[self.key].acked,

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER
-from specactor_ray.cluster.backend import Backend, Demand, GroupFacts, NodeSupply, demand_against_supply
+from specactor_ray.cluster.backend import Backend, GroupFacts
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name, run_and_actor
+from specactor_ray.cluster.supply import Demand, NodeSupply, Place, demand_against_supply
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class Seat:
     gang: Gang
     bundle: int = 0
     """Number of its bundle in the gang's placement group."""
-    node: tuple[str, str] | None = None
-    """Id and IP address of its node; None while it waits for room."""
+    node: Place | None = None
+    """Its node; None while it waits for room."""
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id; None once the actor has left."""
@@ -150,7 +151,7 @@ class Seating:
         has not answered; ClusterError if the node has too few free cores."""
         facts = self._groups.get(seat.gang.name)
         node = facts.nodes[seat.bundle] if facts is not None and self.is_complete else None
-        if node is None or (self._config.cluster.pin_cores and not self._take_cores(seat, node[0])):
+        if node is None or (self._config.cluster.pin_cores and not self._take_cores(seat, node.node_id)):
             return False
         seat.node = node
         return True
@@ -186,7 +187,7 @@ class Seating:
     def _add(self, gang: Gang, key: str, index: int) -> Seat:
         size, trainer, stem = self._drafters.get(key, self._config.target), self._config.trainer, f"{key}-{index}"
         guest_cpus = float(trainer.cores or 1) if key == VERIFIER and index < trainer.ranks else 0.0
-        demand = Demand(stem, size.cores, size.gpus, guest_cpus if trainer.colocate else 0.0)
+        demand = Demand(stem, size.cores, size.gpus, guest_cpus if trainer.colocate else 0.0, size.accelerator)
         gang.seats.append(Seat(stem, key, index, demand, gang, len(gang.seats)))
         return gang.seats[-1]
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import ActorSpec
-from specactor_ray.cluster.backend import Demand, GroupFacts, NodeSupply, ProcessFacts
+from specactor_ray.cluster.backend import GroupFacts, ProcessFacts
+from specactor_ray.cluster.supply import Demand, NodeSupply, Place
+from specactor_ray.config.accelerators import KIND_LABEL, allows
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
@@ -79,8 +81,8 @@ class Machines:
         before, group.nodes = group.nodes, [node if node and node.alive else None for node in group.nodes]
         for node in [node for node in self.nodes if node.alive]:
             for number in group.homeless:
-                cpus, gpus = self.free(node)
-                if cpus >= group.demands[number].cpus and gpus >= group.demands[number].gpus:
+                demand, (cpus, gpus) = group.demands[number], self.free(node)
+                if cpus >= demand.cpus and gpus >= demand.gpus and allows(demand.accelerator, node.labels):
                     group.nodes[number] = node
         if group.homeless:
             group.nodes = before
@@ -115,7 +117,8 @@ class VirtualBackend:
         for node in self.machines.nodes:
             if node.alive:
                 free = dict(zip(("CPU", "GPU"), self.machines.free(node), strict=True))
-                supplies.append(NodeSupply(node.name, node.name, {"CPU": node.cpus, "GPU": node.gpus}, free))
+                total = {"CPU": node.cpus, "GPU": node.gpus}
+                supplies.append(NodeSupply(node.name, node.name, total, free, node.labels))
         return supplies
 
     def request(self, name: str, demands: Sequence[Demand]) -> VirtualGroup:
@@ -127,7 +130,7 @@ class VirtualBackend:
         self.machines.place()
         found = {}
         for group in self.machines.groups:
-            nodes = tuple((node.name, node.name) if node and node.alive else None for node in group.nodes)
+            nodes = tuple(_place(node) if node and node.alive else None for node in group.nodes)
             sums = (sum(getattr(demand, size) for demand in group.demands) for size in ("cpus", "gpus"))
             found[group.name] = GroupFacts(nodes, dict(zip(("CPU", "GPU"), sums, strict=True)))
         return found
@@ -160,6 +163,10 @@ class VirtualBackend:
     def poll_ends(self) -> int:
         self._ending = [actor for actor in self._ending if not actor.process.dead]
         return len(self._ending)
+
+
+def _place(node: Node) -> Place:
+    return Place(node.name, node.name, node.labels.get(KIND_LABEL, ""))
 
 
 class SimulatedHost(ActorHost):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Node:
     cpus: float
     gpus: float = 0.0
     alive: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """As those of Ray's nodes; `KIND_LABEL` names the kind of its GPUs."""
 
 
 @dataclass(slots=True, eq=False)

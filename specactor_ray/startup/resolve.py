@@ -66,7 +66,8 @@ def resolve(config: Config, machine: Machine, trains: bool = False, sampled: boo
     if sampled:
         max_prompt_tokens(config, context_within(config.target, known or 0))
     config, choices = settle(config, machine)
-    config.trainer.colocate &= trains
+    if not trains:
+        config.trainer.colocate, config.trainer.accelerator = False, None
     require_devices(config, machine, trains)
     target = config.target
     with start_phase("checking the models"):

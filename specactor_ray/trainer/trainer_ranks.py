@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from specactor_ray.cluster.backend import Demand, cluster_supply, demand_against_supply, find_group, make_actor
+from specactor_ray.cluster.backend import find_group, make_actor, request_group
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.cluster.cores import limit_spins
 from specactor_ray.cluster.names import actor_name
+from specactor_ray.cluster.supply import Demand, cluster_supply, demand_against_supply
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.seating import bundle_of_verifier
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, SpecActorError
@@ -219,9 +220,9 @@ def _place(config: Config, run: str, held: contextlib.ExitStack) -> list[Any]:
     if trainer.cores is None and not trainer.gpus:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return [here] * trainer.ranks
-    demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
+    demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus), accelerator=trainer.accelerator)
     supply = cluster_supply()
-    group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", name=actor_name(run, "trainer"))
+    group = request_group(actor_name(run, "trainer"), [demand] * trainer.ranks)
     held.callback(remove_placement_group, group)
     if not group.wait(limit_s):
         table = demand_against_supply([demand] * trainer.ranks, supply)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.cluster.backend import Demand, ProcessFacts
+from specactor_ray.cluster.backend import ProcessFacts
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.supply import Demand
 from specactor_ray.controller.members import Channel, Member, stop_in_order
 from specactor_ray.controller.seating import Gang, Seat
 from specactor_ray.core.errors import (

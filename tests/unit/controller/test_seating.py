@@ -12,7 +12,9 @@ import pytest
 
 from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.cluster.names import actor_name
+from specactor_ray.config.accelerators import KIND_LABEL
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
 from specactor_ray.controller import seating
 from specactor_ray.controller.seating import Seat, Seating, bundle_of_verifier
 from specactor_ray.simulation.cluster import Machines, VirtualBackend
@@ -37,10 +39,17 @@ def make_config(verifiers: int = 2, ngram: int = 2) -> Any:
 class Run:
     """The seating of a run, whose actors occupy their seats at once."""
 
-    def __init__(self, name: str, machines: Machines, desired: Mapping[str, int] = START, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        machines: Machines,
+        desired: Mapping[str, int] = START,
+        now: float = 0.0,
+        config: Config | None = None,
+    ) -> None:
         self.machines, self.name, self.desired = machines, name, dict(desired)
         self.backend = make_backend(machines)
-        self.seating = Seating(name, make_config(*desired.values()), self.backend)
+        self.seating = Seating(name, config or make_config(*desired.values()), self.backend)
         self.seating.form(desired, now)
         self.settled = list[Seat]()
         self.add([key for key, number in desired.items() for _ in range(number)])
@@ -178,6 +187,54 @@ def test_a_gang_without_occupants_stays_while_its_seats_are_wanted() -> None:
     assert gang in run.seating.gangs, "replacements may wait for a back-off"
     run.seating.trim({VERIFIER: 2, "ngram": 2})
     assert gang not in run.seating.gangs and len(run.machines.groups) == 2
+
+
+KINDS = {"a": "H100", "b": "L4", "c": "H100", "d": "L4"}
+
+
+def make_run_on_kinds(*names: str) -> Run:
+    """A verifier on H100 and two draft models on L4."""
+    nodes = [Node(name, cpus=8.0, gpus=2.0, labels={KIND_LABEL: KINDS[name]}) for name in names]
+    drafter = {"method": "draft_model", "model": "m", "gpus": 1, "accelerator": "L4", "replicas": 2}
+    target = {"gpus": 1, "cores": 1, "accelerator": "H100"}
+    config = from_mapping({"mode": "decoupled", "target": target, "drafters": [drafter]})
+    return Run("a", Machines(nodes), {VERIFIER: 1, "draft_model": 2}, config=config)
+
+
+def kinds_of(run: Run) -> dict[str, tuple[str, str]]:
+    return {seat.stem: (seat.node.node_id, seat.node.kind) for seat in run.seating.seats if seat.node}
+
+
+def test_actors_sit_on_their_kinds_at_the_start_after_scaling_and_after_the_loss_of_a_node() -> None:
+    run = make_run_on_kinds("a", "b", "c")
+    run.look(0.1)
+    drafters = {"draft_model-0": ("b", "L4"), "draft_model-1": ("b", "L4")}
+    verifier = kinds_of(run).pop("verifier-0")
+    assert verifier in (("a", "H100"), ("c", "H100")) and kinds_of(run) == {"verifier-0": verifier, **drafters}
+
+    (third,) = run.add(["draft_model"])
+    run.look(1.0)
+    assert third.node is None, "GPUs of verifiers are free, but of another kind"
+    assert "Missing: 0 CPU, 1 GPU (L4)" in run.seating.shortage()
+    run.machines.nodes.append(Node("d", cpus=8.0, gpus=3.0, labels={KIND_LABEL: "L4"}))
+    run.look(2.0)
+    assert kinds_of(run) == {"verifier-0": verifier, **drafters, "draft_model-2": ("d", "L4")}, "a node that joined"
+
+    run.machines.nodes[1].alive = False
+    run.leave(*(seat for seat in run.seating.seats if seat.stem in drafters))
+    run.add(["draft_model", "draft_model"])
+    run.look(3.0)
+    moved = dict.fromkeys((*drafters, "draft_model-2"), ("d", "L4"))
+    assert kinds_of(run) == {"verifier-0": verifier, **moved}
+
+
+def test_a_run_of_kinds_waits_for_a_node_of_each() -> None:
+    run = make_run_on_kinds("a", "c")
+    run.look(0.1)
+    assert not run.settled and not run.seating.is_complete
+    run.machines.nodes.append(Node("b", cpus=8.0, gpus=2.0, labels={KIND_LABEL: "L4"}))
+    run.look(0.2)
+    assert len(run.settled) == 3
 
 
 def test_a_shortage_names_what_is_missing_and_the_runs_that_hold_it() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
-from specactor_ray.cluster.backend import Demand
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.supply import Demand
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.controller.members import Member, next_view
