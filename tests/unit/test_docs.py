@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere, and files that name a page name one that exists."""
+"""The documentation: links lead somewhere, pages that are named exist, each begins with its question, all are short."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+MOST_WORDS = 30_000
 FOLDERS = ("specactor_ray", "conf", "scripts", "tests", "docs", "jobs")
 
 
@@ -36,3 +37,20 @@ def test_named_pages_exist() -> None:
             if not (REPOSITORY / name).exists():
                 gone.append(f"{file.relative_to(REPOSITORY)}: {name}")
     assert not gone
+
+
+def test_pages_begin_with_the_question_that_they_answer() -> None:
+    """In the first line below the title."""
+    beginnings = {
+        page: page.read_text(encoding="utf-8").split("\n\n")[:2] for page in PAGES if page.parent != REPOSITORY
+    }
+    assert not [
+        str(page.relative_to(REPOSITORY))
+        for page, (title, first) in beginnings.items()
+        if not (title.startswith("# ") and "?" in first)
+    ]
+
+
+def test_the_documentation_is_short() -> None:
+    pages = (REPOSITORY / "docs").rglob("*.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
