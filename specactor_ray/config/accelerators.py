@@ -17,6 +17,7 @@ KIND_LABEL = "ray.io/accelerator-type"
 """Label that Ray gives to nodes with accelerators."""
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _CONDITION = re.compile(rf"(!?)(?:in\(({_NAME}(?:, ?{_NAME})*)\)|({_NAME}))")
+_OLD = {"K80", "P4", "P100", "V100", "T4"}
 _LABEL = re.compile(rf"(?:[a-zA-Z0-9.-]{{1,253}}/)?{_NAME}")
 _FIX = "use an accelerator type such as H100, in(L4, A10G) or !T4, or a label of nodes such as market-type=spot."
 
@@ -60,6 +61,12 @@ def allows_kind(accelerator: str | None, kind: str) -> bool:
     """Whether GPUs of this kind may do, whatever other labels their nodes must have. An unknown kind is empty."""
     own = [(label, condition) for label, condition in _terms(accelerator or "") if label == KIND_LABEL and condition]
     return all(allows(condition, {KIND_LABEL: kind} if kind else {}) for _, condition in own)
+
+
+def has_bfloat16(accelerator: str) -> bool:
+    """Whether all kinds that the value names compute in bfloat16 (NVIDIA: from Ampere on)."""
+    kinds = (condition for label, condition in _terms(accelerator) if label == KIND_LABEL)
+    return not any(_OLD & set(re.findall(_NAME, condition)) for condition in kinds if not condition.startswith("!"))
 
 
 def of_kind(accelerator: str | None, kind: str) -> str:

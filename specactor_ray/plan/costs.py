@@ -12,8 +12,9 @@ Verifiers and drafters learn them for their own decisions (`core/step_cost.py`).
     ladder    each method at each range of output positions: `drafted` tokens and their `acceptance`, the chance of one
               after right ones; `token_s`, its seconds, and `tgs`, the predicted tokens per second of a request
 
-over all verifiers and draft actors. Measured hardware of the simulator (`conf/simulation/hardware/*.json`) has the same
-form.
+over all verifiers and draft actors. Devices are a number and, on GPUs of which Ray knows the kind, the kind, as in
+`4 H100`: times of different kinds are neither merged nor used for each other. Measured hardware of the simulator
+(`conf/simulation/hardware/*.json`) has the same form.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.accelerators import allows_kind
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import parse_json, read_foreign
@@ -62,13 +64,22 @@ class StepTimes:
         return float(np.interp(positions, self._positions, self._seconds)) + self._slope * beyond
 
 
+ByKind = Mapping[str, Mapping[int, StepTimes]]
+"""Kind of GPUs (empty on CPUs, or where Ray does not know it) → device count → seconds of a step."""
+
+
 @dataclass(frozen=True)
 class DraftCosts:
     """Costs of a draft method."""
 
     model: str | None
-    seconds: Mapping[int, StepTimes]
-    """Device count → D."""
+    kinds: ByKind
+    """D."""
+
+    @property
+    def seconds(self) -> Mapping[int, StepTimes]:
+        """D if it was measured on one kind of devices; else empty."""
+        return next(iter(self.kinds.values())) if len(self.kinds) == 1 else {}
 
 
 @dataclass(frozen=True)
@@ -77,37 +88,47 @@ class Costs:
 
     target: Mapping[str, Any]
     """Values of `TARGET_KEYS`."""
-    verify: Mapping[int, StepTimes]
-    """Device count → V."""
+    kinds: ByKind
+    """V."""
     drafters: Mapping[str, DraftCosts]
     supply: float
     """Share of requests with a tail in a step."""
     acceptance: Mapping[str, float]
     """Tried method → chance that a draft token is right where those before it are."""
+    kind: str = ""
+    """Kind of the verifiers' GPUs that is used."""
+
+    @property
+    def verify(self) -> Mapping[int, StepTimes]:
+        """Device count → V, on that kind."""
+        return self.kinds[self.kind]
 
 
 def measured_costs(config: Config, actors: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The section of a run, by the rows of its actors (`Rollout.status`)."""
-    target, verify, ladder = config.target, list[Any](), list[Mapping[str, Any]]()
+    target, ladder, counted = config.target, list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     devices = target.gpus or target.cores
     own = {one.method: one.gpus if target.gpus else math.ceil(one.cores) for one in config.drafters}
-    drafting: dict[str, dict[int, list[Any]]] = {one.method: defaultdict(list) for one in config.drafters}
-    counted = [row.get("counters") or {} for row in actors]
-    for counters in counted:
-        verify += counters.get("cost", ()) if "ladder" in counters else ()
-        ladder += counters.get("ladder", ())
+    verify: dict[str, list[Any]] = defaultdict(list)
+    drafting: dict[str, dict[str, list[Any]]] = {one.method: defaultdict(list) for one in config.drafters}
+    for row in actors:
+        counters, kind = row.get("counters") or {}, row.get("accelerator") or ""
+        counted.append(counters)
+        if "ladder" in counters:
+            verify[f"{devices} {kind}".strip()] += counters.get("cost", ())
+            ladder += counters["ladder"]
         hosted = [(one, devices) for one in counters.get("hosted", {}).values()]
         for one, count in [*hosted, *([(counters, 0)] if "health" in counters else [])]:
             method = one["health"]["method"]
             if one["cost"] and (number := count or own[method]):  # none: on cores beside a target on GPUs
-                drafting[method][number] += one["cost"]
+                drafting[method][f"{number} {kind}".strip()] += one["cost"]
     return {
         "target": {name: getattr(target, name) for name in TARGET_KEYS},
-        "verify": {str(devices): _merged(verify)},
+        "verify": {place: _merged(points) for place, points in verify.items()} or {str(devices): []},
         "drafters": {
             one.method: {
                 "model": one.model,
-                "seconds": {str(count): _merged(points) for count, points in drafting[one.method].items()},
+                "seconds": {place: _merged(points) for place, points in drafting[one.method].items()},
             }
             for one in config.drafters
         },
@@ -147,12 +168,12 @@ def _ladder(standings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def usable_costs(profile: str | None, target: TargetConfig) -> Costs:
-    """The costs in the file `profile`. Raises ConfigError as `load_costs`; or they are those of another target, or lack
-    acceptance."""
+def usable_costs(profile: str | None, target: TargetConfig, kind: str = "") -> Costs:
+    """The costs in the file `profile` for a target on GPUs of its `accelerator`, or else of this kind. Raises
+    ConfigError as `load_costs`; or they are those of another target, or lack acceptance."""
     if profile is None:
         raise ConfigError("profile", "is not set.", "name the summary of a run: profile=runs/NAME/summary.json")
-    costs = load_costs(profile)
+    costs = load_costs(profile, accelerator=(target.accelerator or kind or None) if target.gpus else None)
     for name, there in costs.target.items():
         if there != (here := getattr(target, name)):
             problem = f"{profile} was measured with target.{name}={there}, and here it is {here}."
@@ -163,9 +184,9 @@ def usable_costs(profile: str | None, target: TargetConfig) -> Costs:
     return costs
 
 
-def load_costs(path: str | Path, key: str = "profile") -> Costs:
-    """Read the section of a file. Raises ConfigError for `key`: the file does not exist, is damaged, or has no costs of
-    at least two sizes of steps."""
+def load_costs(path: str | Path, key: str = "profile", accelerator: str | None = None) -> Costs:
+    """Read the section of a file. Raises ConfigError for `key`: the file does not exist, is damaged, has no costs of at
+    least two sizes of steps, or not those of a single kind of verifiers' GPUs that `accelerator` allows."""
     path = Path(path).expanduser()
     try:
         costs = _costs(parse_json(read_foreign(path))["costs"])
@@ -178,16 +199,28 @@ def load_costs(path: str | Path, key: str = "profile") -> Costs:
     except (AttributeError, LookupError, TypeError) as error:
         problem = f"the section `costs` of {path} is not sound: {type(error).__name__}: {error}."
         raise ConfigError(key, problem, _ANOTHER) from None
-    if not costs.verify:
+    if not costs.kinds:
         problem = f"{path} has the cost of less than {_LEAST_POINTS} sizes of verify steps, so its run was too short."
         raise ConfigError(key, problem, _ANOTHER)
-    return costs
+    measured = ", ".join(map(kind_in_words, costs.kinds))
+    fitting = [kind for kind in costs.kinds if allows_kind(accelerator, kind)]
+    if not fitting:
+        problem = f"{path} was measured with a target on {measured}, and here it is on {accelerator}."
+        raise ConfigError(key, problem, _ANOTHER)
+    if len(fitting) > 1:
+        problem = f"{path} has the costs of a target on {measured}, and those of one kind are used."
+        raise ConfigError(key, problem, f"name the kind: target.accelerator={next(filter(None, fitting))}")
+    return replace(costs, kind=fitting[0])
+
+
+def kind_in_words(kind: str) -> str:
+    """The kind, or words for an unknown one."""
+    return kind or "devices of no known kind"
 
 
 def _costs(section: Mapping[str, Any]) -> Costs:
     drafters = {
-        method: DraftCosts(one["model"], {int(count): StepTimes(points) for count, points in one["seconds"].items()})
-        for method, one in section["drafters"].items()
+        method: DraftCosts(one["model"], _by_kind(one["seconds"])) for method, one in section["drafters"].items()
     }
     hits, tries = defaultdict[str, float](float), defaultdict[str, float](float)
     for one in section["ladder"]:
@@ -195,8 +228,18 @@ def _costs(section: Mapping[str, Any]) -> Costs:
         tries[one["method"]] += one["drafted"]
     return Costs(
         {name: section["target"][name] for name in TARGET_KEYS},
-        {int(n): StepTimes(points) for n, points in section["verify"].items() if len(points) >= _LEAST_POINTS},
+        _by_kind(section["verify"], _LEAST_POINTS),
         drafters,
         section["supply"],
         {method: hits[method] / tries[method] for method in tries},
     )
+
+
+def _by_kind(points: Mapping[str, Any], least: int = 0) -> ByKind:
+    """Times of the places with at least so many points."""
+    kinds: dict[str, dict[int, StepTimes]] = defaultdict(dict)
+    for place, times in points.items():
+        count, _, kind = place.partition(" ")
+        if len(times) >= least:
+            kinds[kind][int(count)] = StepTimes(times)
+    return dict(kinds)

@@ -22,14 +22,15 @@ whole cluster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from specactor_ray.config.accelerators import allows_kind
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import Costs, StepTimes
+from specactor_ray.plan.costs import Costs, DraftCosts, StepTimes, kind_in_words
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -56,7 +57,7 @@ class Method:
     """Measurements of a draft method."""
 
     costs: Mapping[int, StepTimes]
-    """Device count → D."""
+    """Device count → D, on the verifiers' kind of devices."""
     survival: np.ndarray
     """`(window + 1,)` S_0 = 1, S_1, ...: chance that the first i tokens of a tail are right."""
     free: bool = False
@@ -65,6 +66,16 @@ class Method:
     """Share of requests that have a tail in a step; the others decode plainly in it."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all."""
+    own: Mapping[int, StepTimes] | None = None
+    """D on the devices of draft actors; None: as `costs`."""
+    kind: str = ""
+    """Kind of these devices; empty if it is not known."""
+    devices: int | None = None
+    """Number of these devices beside those of verifiers; None: draft actors share the verifiers'."""
+
+    def draft_costs(self, mode: ModeName) -> Mapping[int, StepTimes]:
+        """Device count → D, where the method drafts in this mode."""
+        return self.costs if mode is ModeName.coupled or self.own is None else self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class Plan:
     """Result of `search_plan`."""
 
     devices: int
-    """G."""
+    """G, without drafters' devices of another kind."""
     batch: int
     """B: requests of the whole cluster."""
     predictions: tuple[Candidate, ...]
@@ -102,6 +113,8 @@ class Plan:
     """Layouts that cannot be predicted, each with the reason."""
     notes: tuple[str, ...]
     """Where the prediction of the choice leaves the measured range."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """`VERIFIER` or draft method → kind of GPUs that it was measured on, and is planned for."""
 
     @property
     def chosen(self) -> Candidate:
@@ -131,20 +144,35 @@ def usable_methods(
     unusable: list[str] = []
     for method, spec in specs.items():
         found, is_lookup = costs.drafters.get(method), spec.traits.looks_up
+        kind, elsewhere = _draft_kind(found, costs.kind, spec.accelerator) if found is not None else ("", "")
         if found is None or method not in costs.acceptance:
             reason = "that run did not try it"
         elif found.model != spec.model:
             reason = f"that run tried it with model {found.model}"
-        elif not (found.seconds or is_lookup):
+        elif not (found.kinds or is_lookup):
             reason = "that run has no time of its drafts"
+        elif elsewhere and not is_lookup and costs.kind not in found.kinds:
+            reason = elsewhere
         else:
-            seconds = dict.fromkeys((1, *costs.verify), StepTimes()) if is_lookup else found.seconds
+            seconds, own = found.kinds.get(costs.kind, {}), {} if elsewhere else found.kinds.get(kind, {})
+            if is_lookup:
+                seconds = own = dict.fromkeys((1, *costs.verify), StepTimes())
             survival = geometric(np.array([costs.acceptance[method]]), spec.window)[0]
             supply = costs.supply if is_lookup else 1.0  # a model has a guess at any time
-            usable[method] = Method(seconds, survival, is_lookup and on_gpus, supply, spec.branches)
+            usable[method] = Method(seconds, survival, is_lookup and on_gpus, supply, spec.branches, own, kind)
             continue
         unusable.append(f"{method} is left out: {reason}")
     return usable, unusable
+
+
+def _draft_kind(found: DraftCosts, target: str, accelerator: str | None) -> tuple[str, str]:
+    """Kind of devices on which draft actors were measured and may run, the target's if that is one; else the reason
+    why there is none."""
+    fitting = [kind for kind in found.kinds if allows_kind(accelerator, kind)]
+    if target in fitting or len(fitting) == 1:
+        return target if target in fitting else fitting[0], ""
+    measured = ", ".join(map(kind_in_words, found.kinds))
+    return "", f"that run tried it on {measured}, and its accelerator is {accelerator or 'not set'}"
 
 
 def search_plan(
@@ -171,12 +199,15 @@ def search_plan(
     predictions: list[Candidate] = []
     rejected: list[str] = []
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
-        size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
-        if size > devices:
-            rejected.append(f"{layout}: needs {size} devices, and there are {devices}")
+        method, costs, layout = methods.get(name or ""), verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
+        own, found = method.devices if method is not None and g_d else None, list[Candidate]()
+        if g_v + g_d * (own is None) > devices:
+            rejected.append(f"{layout}: needs {g_v + g_d * (own is None)} devices, and there are {devices}")
             continue
-        method, found = None if name is None else methods[name], []
-        for n_v, n_d in _counts(devices, requests, g_v, g_d):
+        if own is not None and g_d > own:
+            rejected.append(f"{layout}: needs {g_d} devices for its drafters, and there are {own}")
+            continue
+        for n_v, n_d in _counts(devices, requests, g_v, g_d, own):
             window, tgs = _best_step(mode, costs, method, g_d or g_v, requests / n_v, requests / (n_d or n_v))
             found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, -(-requests // n_v), window, requests * tgs))
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
@@ -201,14 +232,16 @@ def _layouts(
             for name, method in methods.items():
                 none = mode is ModeName.coupled or method.free
                 for g_d in (0,) if none else range(1, g_v + 1):
-                    if (g_d or g_v) in method.costs:
+                    if (g_d or g_v) in method.draft_costs(mode):
                         yield mode, name, g_d, g_v
 
 
-def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[int, int]]:
-    """n_v and n_d that fill the devices, the fewest drafters first; every verifier has requests."""
-    if not g_d:
-        yield min(devices // g_v, requests), 0
+def _counts(devices: int, requests: int, g_v: int, g_d: int, own: int | None) -> Iterator[tuple[int, int]]:
+    """n_v and n_d that fill the devices, the fewest drafters first; every verifier has requests. `own`: devices of
+    drafters alone."""
+    if not g_d or own is not None:
+        n_v = min(devices // g_v, requests)
+        yield from ((n_v, n_d) for n_d in range(1, min(n_v, (own or 0) // g_d) + 1)) if g_d else [(n_v, 0)]
         return
     for n_v in range((devices - g_d) // g_v, devices // (g_v + g_d) - 1, -1):
         n_v = min(n_v, requests)
@@ -221,7 +254,7 @@ def _best_step(
     """The best window, and its TGS. `devices`: of a drafter; `batch`, `rows`: requests of a verifier, a drafter."""
     if method is None:
         return 0, 1.0 / costs.seconds(batch)
-    drafting, windows = method.costs[devices], range(len(method.survival))
+    drafting, windows = method.draft_costs(mode)[devices], range(len(method.survival))
     if mode is ModeName.coupled:
         verify = np.array([costs.seconds(batch * (1.0 + method.supply * window)) for window in windows])
         survival = method.survival * np.append(1.0, np.full(windows[-1], method.supply))

@@ -237,7 +237,7 @@ def _check(scenario: ScenarioConfig) -> None:
     try:
         validate(scenario.config)
         there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
-        scenario.config, _ = settle(scenario.config, Machine(*there), there)
+        scenario.config, _ = settle(scenario.config, Machine(there.cores, there.gpus), there)
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
     _check_skills(scenario)

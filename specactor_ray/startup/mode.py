@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.cluster.cores import draft_cores
+from specactor_ray.config.accelerators import of_kind
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.plan.costs import Costs, usable_costs
-from specactor_ray.plan.search import ALL_MODES, Plan, search_plan, usable_methods
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, usable_methods
 from specactor_ray.startup.machine import Devices, Machine, devices_of, trainer_cores, trainer_gpus
 
 _GPU_CORES = 4
@@ -31,8 +33,9 @@ def settle(
     - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
       `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
-    - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
-      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
+    - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, on GPUs of
+      their kind (`accelerator`), else coupled. A draft model without GPUs of its own gets one, or else is hosted by the
+      verifiers.
 
     Args:
         there: Devices of the cluster of the run. Default: those of the machine if the cluster is local; else they are
@@ -47,7 +50,7 @@ def settle(
         return config, [*plan.lines(), *_dtype_line(given, config)]
     config, given, lines = copy.deepcopy(config), config, list[str]()
     target, there = config.target, there or machine.devices(config.cluster)
-    target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend)
+    target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend, target.accelerator)
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
         if there is not None:
@@ -61,8 +64,8 @@ def settle(
         config.mode = mode or config.mode
         validate(config)
     for drafter in config.drafters:
-        on_gpu = (target.gpus if config.mode is ModeName.coupled else drafter.gpus) > 0
-        drafter.dtype = machine.fitting_dtype(drafter.dtype, on_gpu)
+        place = target if config.mode is ModeName.coupled else drafter
+        drafter.dtype = machine.fitting_dtype(drafter.dtype, place.gpus > 0, accelerator=place.accelerator)
     return config, [*lines, *_dtype_line(given, config)]
 
 
@@ -128,6 +131,9 @@ def _mode_of(config: Config, there: Devices | None) -> tuple[ModeName, str]:
     if needed.fit(there):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
     wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{there.gpus} and {there.cores}"
+    if kinds := needed.lacking(there):
+        number = sum(needed.kinds[kind] for kind in kinds)
+        wanted, have = f"{number} GPU(s) of {' and '.join(kinds)}", str(there.of_kind(*kinds))
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
@@ -150,7 +156,8 @@ def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = AL
         InputError: No layout fits.
     """
     config, _ = settle(config, machine, mode=ModeName.decoupled)
-    plan = make_plan(config, usable_costs(config.profile, config.target), machine, modes)
+    kind = machine.kind if machine.devices(config.cluster) is not None else ""
+    plan = make_plan(config, usable_costs(config.profile, config.target, kind), machine, modes)
     apply_plan(config, plan)
     validate(config)
     return config, plan
@@ -161,11 +168,45 @@ def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[Mo
     trainer's, or those that the configuration needs on another one. InputError if no layout fits."""
     specs = drafter_specs(replace(config, mode=ModeName.decoupled))
     methods, unusable = usable_methods(costs, specs, config.target.gpus > 0)
+    kinds = {name: kind for name, kind in ((VERIFIER, costs.kind), *((n, m.kind) for n, m in methods.items())) if kind}
+    config, pinned = copy.deepcopy(config), list[str]()
+    if config.target.gpus:
+        pinned = _pin(config, kinds)
     there, trainer = machine.devices(config.cluster) or devices_of(config, trains=True), config.trainer
-    on_gpus, on_cores = there.gpus - trainer_gpus(trainer), there.cores - trainer_cores(trainer)
-    devices, requests = on_gpus if config.target.gpus else on_cores, config.target.replicas * config.target.max_batch
+    target, requests = config.target, config.target.replicas * config.target.max_batch
+    devices = there.cores - trainer_cores(trainer)
+    if target.gpus:
+        devices, methods = _pools(config, there, methods)
     plan = search_plan(costs.verify, methods, devices=devices, requests=requests, modes=modes)
-    return replace(plan, notes=(*unusable, *plan.notes))
+    holds = [f"costs are of one kind of GPUs each, so {', '.join(pinned)}"] if pinned else []
+    return replace(plan, notes=(*unusable, *holds, *plan.notes), kinds=kinds)
+
+
+def _pin(config: Config, kinds: Mapping[str, str]) -> list[str]:
+    """Set `accelerator` of verifiers and draft actors on GPUs to their kinds. Returns the keys and values set."""
+    sections: list[tuple[str, str, TargetConfig | DrafterConfig]] = [("target", VERIFIER, config.target)]
+    sections += [(f"drafters.{number}", one.method, one) for number, one in enumerate(config.drafters)]
+    found = []
+    for key, name, section in sections:
+        if section.gpus and (kind := kinds.get(name)) and section.accelerator != of_kind(section.accelerator, kind):
+            section.accelerator = of_kind(section.accelerator, kind)
+            found.append(f"{key}.accelerator={section.accelerator}")
+    if config.trainer.colocate:
+        config.trainer.accelerator = None  # that of the target
+    return found
+
+
+def _pools(config: Config, there: Devices, methods: Mapping[str, Method]) -> tuple[int, dict[str, Method]]:
+    """GPUs for verifiers, and the methods with those of draft actors of another kind, without the trainer's."""
+    target, trained, taken = config.target.accelerator, config.trainer.accelerator, trainer_gpus(config.trainer)
+    with_target = there.share(target, trained)
+    found, drafters = dict(methods), {one.method: one for one in config.drafters}
+    for name, method in methods.items():
+        kind = drafters[name].accelerator
+        if drafters[name].gpus and not there.share(target, kind):
+            rest = 0 if with_target or not there.share(kind, trained) else taken
+            found[name] = replace(method, devices=there.of_kind(kind) - rest)
+    return there.of_kind(target) - taken * with_target, found
 
 
 def apply_plan(config: Config, plan: Plan) -> None:
@@ -173,6 +214,8 @@ def apply_plan(config: Config, plan: Plan) -> None:
     method alone remains, and its window moves to `speculation.window`."""
     chosen, target = plan.chosen, config.target
     config.mode = chosen.mode
+    if target.gpus:
+        _pin(config, plan.kinds)
     if target.kv_cache_gb and not target.gpus:
         target.kv_cache_gb *= target.replicas / chosen.verifiers
     target.replicas, target.max_batch = chosen.verifiers, chosen.batch

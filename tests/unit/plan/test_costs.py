@@ -13,6 +13,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import write_json
 from specactor_ray.plan.costs import StepTimes, load_costs, measured_costs
+from tests.refused import refused
 
 # ---- between points ----
 
@@ -94,6 +95,46 @@ def test_drafts_on_cores_beside_a_target_on_gpus_have_no_device() -> None:
     actors = [verifier([(4.0, 0.1)], []), drafter("draft_model", [(2.0, 0.1)])]
     settings = config("decoupled", MODEL, gpus=1, cores=None)
     assert measured_costs(settings, actors)["drafters"]["draft_model"]["seconds"] == {}
+
+
+def on(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The row of an actor on GPUs of this kind."""
+    return {**row, "accelerator": kind}
+
+
+UNLIKE = [
+    on("H100", verifier([(1.0, 0.1), (8.0, 0.2)], [standing("draft_model", 10.0, 0.5)])),
+    on("H100", verifier([(1.0, 0.3)], [])),
+    on("A100", verifier([(1.0, 0.4), (8.0, 0.8)], [])),
+    on("L4", drafter("draft_model", [(2.0, 0.004)])),
+    on("A10G", drafter("draft_model", [(2.0, 0.002)])),
+]
+"""Rows of a run with verifiers and draft actors of two kinds each."""
+
+
+def test_times_of_unlike_gpus_are_not_merged(tmp_path: Path) -> None:
+    found = measured_costs(config("decoupled", {**MODEL, "gpus": 1}, gpus=1, cores=None), UNLIKE)
+    assert found["verify"] == {
+        "1 H100": [[1.0, pytest.approx(0.2)], [8.0, 0.2]],
+        "1 A100": [[1.0, 0.4], [8.0, 0.8]],
+    }
+    assert found["drafters"]["draft_model"]["seconds"] == {"1 L4": [[2.0, 0.004]], "1 A10G": [[2.0, 0.002]]}
+    file = written(tmp_path, found)
+    for kind, seconds in (("H100", 0.2), ("in(A100, T4)", 0.4), ("A100, market=spot", 0.4)):
+        costs = load_costs(file, accelerator=kind)
+        assert costs.kind in kind and costs.verify[1].seconds(1) == pytest.approx(seconds)
+    drafts = costs.drafters["draft_model"]
+    assert drafts.kinds.keys() == {"L4", "A10G"} and not drafts.seconds, "no time is that of both"
+    with refused("profile", "on H100, A100", "and here it is on H200"):
+        load_costs(file, accelerator="H200")
+    with refused("profile", "target.accelerator=H100"):
+        load_costs(file)
+
+
+def test_hosted_drafts_are_on_the_kind_of_their_verifier() -> None:
+    rows = [on("H100", verifier([(4.0, 0.1)], [], draft_model=[(4.0, 0.01)]))]
+    found = measured_costs(config("coupled", MODEL, gpus=1, cores=None), rows)
+    assert found["drafters"]["draft_model"]["seconds"] == {"1 H100": [[4.0, 0.01]]}
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ LOOKUP = "drafters=[{method: ngram, dtype: float32}]"
 MODEL = "{method: draft_model, model: m, gpus: 1}"
 ON_A_CORE = "drafters=[{method: draft_model, model: m}]"
 TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
+UNLIKE = Devices(64, 3, {"H100": 2, "L4": 1})
+ON_H100 = ("target.gpus=1", "target.replicas=2", "target.accelerator=H100")
 
 
 HERE = Machine(2)
@@ -56,6 +58,21 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(8, 0), [ON_A_CORE], "coupled", "on CPUs"),
         (Devices(64, 8), ["target.gpus=1"], "coupled", "verifiers host all drafters"),
         (Devices(2, 2), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "coupled", "3 GPU(s)"),
+        (UNLIKE, [*ON_H100, f"drafters=[{MODEL}]", "drafters.0.accelerator=L4"], "decoupled", "there is room"),
+        (UNLIKE, [*ON_H100, f"drafters=[{MODEL}]"], "decoupled", "there is room"),
+        (
+            UNLIKE,
+            [*ON_H100, f"drafters=[{MODEL}]", "drafters.0.accelerator='!L4'"],
+            "coupled",
+            "3 GPU(s) of H100 and !L4",
+        ),
+        (UNLIKE, [*ON_H100, f"drafters=[{MODEL}]", "drafters.0.accelerator=T4"], "coupled", "and there are 0"),
+        (
+            UNLIKE,
+            [*ON_H100, "trainer.gpus=1", "trainer.accelerator=L4", f"drafters=[{MODEL}]", "drafters.0.accelerator=L4"],
+            "coupled",
+            "2 GPU(s) of L4 in all, and there are 1",
+        ),
         (
             Devices(3, 2),
             ["target.gpus=1", "trainer.ranks=2", "trainer.cores=1", f"drafters=[{MODEL}]"],
@@ -115,11 +132,27 @@ def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_else
     assert caught.value.key == "drafters.0.dtype" and "drafters.0.gpus=1" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kind", "target", "drafter"),
+    [
+        (["target.accelerator=H100", "drafters.0.accelerator=T4"], "", "bfloat16", "float16"),
+        (["target.accelerator='in(A100, V100)'", "drafters.0.accelerator='!T4'"], "", "float16", "bfloat16"),
+        (["target.accelerator='T4, market=spot'", "drafters.0.dtype=bfloat16"], "A100", "float16", "bfloat16"),
+        ([], "T4", "float16", "float16"),
+    ],
+)
+def test_gpus_without_bfloat16_compute_in_float16(overrides: list[str], kind: str, target: str, drafter: str) -> None:
+    given = ["mode=decoupled", "target.gpus=1", f"drafters=[{MODEL}]", "cluster.address=auto", *overrides]
+    config, _ = settle(load_config(None, given), Machine(8, 8, kind=kind))
+    assert (config.target.dtype, config.drafters[0].dtype) == (target, drafter)
+
+
 def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr(machine, "count_gpus", lambda: 5)
     here = Machine.here()
     assert here.devices(load_config().cluster) == Devices(3, 5)
+    assert Machine(3, 5, kind="L4").devices(load_config().cluster) == Devices(3, 5, {"L4": 5})
     assert here.devices(load_config(None, ["cluster.num_cpus=7", "cluster.num_gpus=2"]).cluster) == Devices(7, 2)
     elsewhere = load_config(None, ["cluster.address=auto"]).cluster
     assert here.devices(elsewhere) is None and not here.hosts(elsewhere)

@@ -17,7 +17,7 @@ from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.plan.costs import load_costs
 from specactor_ray.plan.search import ALL_MODES
@@ -195,6 +195,67 @@ class TestResolve:
                 assert resolved.drafters[0].replicas == (plan.chosen.drafters or plan.chosen.verifiers)
 
         check()
+
+
+class TestKinds:
+    """Verifiers of one GPU each were measured on H100, draft actors on L4, in a cluster that runs already."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, data: dict[str, Any]) -> Path:
+        costs = data["costs"]
+        costs["target"].update(gpus=1, dtype="bfloat16")
+        costs["verify"] = {"1 H100": costs["verify"]["1"]}
+        costs["drafters"]["draft_model"]["seconds"] = {"1 L4": [[1, 0.002], [8, 0.003]]}
+        write_json(tmp_path / "summary.json", data)
+        return tmp_path / "summary.json"
+
+    def on(self, file: Path, *overrides: str, replicas: int = 2) -> Config:
+        drafter = {"method": "draft_model", "model": "small", "gpus": 1, "replicas": replicas}
+        target = {"model": TARGET, "gpus": 1, "dtype": "bfloat16", "max_batch": 8, "replicas": 4}
+        written = {"profile": str(file), "cluster": {"address": "auto"}, "target": target, "drafters": [drafter]}
+        return from_mapping(written, overrides)
+
+    def test_the_plan_holds_for_the_kinds_that_were_measured(self, file: Path) -> None:
+        config, plan = plan_config(self.on(file), HERE)
+        assert (config.target.accelerator, config.drafters[0].accelerator) == ("H100", "L4")
+        assert "target.accelerator=H100, drafters.0.accelerator=L4" in plan.notes[0]
+        assert plan_config(self.on(file, "target.accelerator='in(H100, H200), market=spot'"), HERE)[
+            0
+        ].target.accelerator == ("H100, market=spot")
+
+    def test_draft_actors_of_another_kind_take_no_gpu_of_a_verifier(self, file: Path) -> None:
+        for replicas in (1, 2, 4):
+            config, plan = plan_config(self.on(file, replicas=replicas), HERE, [ModeName.decoupled])
+            assert plan.devices == config.target.replicas == 4, "all H100 verify"
+            assert 1 <= config.drafters[0].replicas <= replicas
+        assert not {row.mode for row in plan.predictions} - {ModeName.decoupled}
+        with pytest.raises(InputError, match="decoupled as measured does not fit"):
+            plan_config(self.on(file, replicas=0), HERE, [ModeName.decoupled])
+
+    def test_the_trainer_has_gpus_of_its_kind(self, file: Path) -> None:
+        own = plan_config(self.on(file, "trainer.gpus=1", "trainer.accelerator=A100"), HERE)[1]
+        shared = plan_config(self.on(file, "trainer.gpus=1", "trainer.accelerator=H100"), HERE)[1]
+        assert own.devices == shared.devices == 4, "its GPU is beside those of the layout as written"
+        machine = Machine(64, 5, kind="H100")
+        local = ["cluster.address=local", "drafters=[{method: ngram}]"]
+        assert plan_config(self.on(file, *local), machine)[1].devices == 5
+        assert plan_config(self.on(file, *local, "trainer.gpus=1"), machine)[1].devices == 4
+
+    @pytest.mark.parametrize(
+        ("overrides", "kind", "words"),
+        [
+            (["target.accelerator=A100"], "", "a target on H100, and here it is on A100"),
+            (["cluster.address=local"], "A100", "a target on H100, and here it is on A100"),
+        ],
+    )
+    def test_costs_of_another_kind_are_refused(self, file: Path, overrides: list[str], kind: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=f"profile: .*{words}"):
+            plan_config(self.on(file, *overrides), Machine(64, 8, kind=kind))
+
+    def test_drafts_of_another_kind_are_left_out(self, file: Path) -> None:
+        _, plan = plan_config(self.on(file, "drafters.0.accelerator=A10G"), HERE)
+        reason = "draft_model is left out: that run tried it on L4, and its accelerator is A10G"
+        assert plan.notes[0] == reason and plan.chosen.mode is ModeName.plain
 
 
 class TestCommand:
