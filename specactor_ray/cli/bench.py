@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,6 @@ from specactor_ray.cli.report import (
     reason_lines,
     speed_table,
     time_table,
-    training_pairs_table,
 )
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
@@ -88,6 +87,18 @@ def bench_train(
             show_default=False,
         ),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE",
+            help="A further rollout of each step, with this override, as in frozen:drafters.0.online.where=off; a name "
+            "may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    plain_every: Annotated[
+        int, typer.Option(help="Steps from one plain rollout to the next; the pairs are of these steps.", min=1)
+    ] = 1,
     output: Annotated[
         Path | None, typer.Option(help="Report. Default: bench.json in the run's folder.", show_default=False)
     ] = None,
@@ -95,15 +106,19 @@ def bench_train(
     """Train, and roll out every step twice, without drafts and with: the seconds of rollouts and of whole steps in
     pairs, and acceptance by epoch. Exit code 1 if any token differs from plain decoding."""
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.bench.train import run_bench, write_plot
+    others = parse_also(also or ())
+    from specactor_ray.bench.train import run_bench
+    from specactor_ray.cli.bench_train_report import history_table, training_pairs_table, write_plot
 
-    report = run_bench(settings, output, progress, plain or ())
+    report = run_bench(settings, output, progress, plain or (), others, plain_every)
     console = make_console()
     if report["steps"]:
+        if others:
+            console.print(history_table(report["epochs"], report["drafted"]))
         for name, title in (("epochs", "by epoch"), ("thirds", "by third of the run")):
             console.print(training_pairs_table(report[name], title))
-        for name in ("rollout", "step"):
-            say(console, f"last third: {report['thirds'][-1][name]['verdict']}")
+        for found in filter(None, (report["thirds"][-1][name] for name in ("rollout", "step"))):
+            say(console, f"last third: {found['verdict']}")
         say(console, write_plot(report))
     say(console, f"{report['status']}: {len(report['steps'])} steps; report: {Path(report['output']).resolve()}")
     finish(report["status"], report["status"] == "complete" and not any(one["differences"] for one in report["steps"]))
@@ -126,6 +141,18 @@ def _show(report: Mapping[str, Any]) -> None:
     for line in filter(None, (result["verdict"] for result in results)):
         say(console, line)
     say(console, f"report: {Path(report['output']).resolve()}")
+
+
+def parse_also(items: Sequence[str]) -> dict[str, list[str]]:
+    """`frozen:drafters.0.online.where=off` → overrides by name. Raises InputError for an item of another form."""
+    found: dict[str, list[str]] = {}
+    for item in items:
+        name, _, override = item.partition(":")
+        if not name.strip() or "=" in name or "=" not in override:
+            form = "NAME:KEY=VALUE, as in frozen:drafters.0.online.where=off"
+            raise InputError(f"--also: {item!r} has not the form {form}")
+        found.setdefault(name.strip(), []).append(override.strip())
+    return found
 
 
 def parse_modes(text: str) -> list[str]:

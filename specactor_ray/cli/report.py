@@ -66,22 +66,22 @@ def training_table(name: str, results: Mapping[str, Any], totals: Mapping[str, A
         ("steps", steps),
         ("reward", f"{_first_last_best(results)}; means of the training samples of a step"),
         *_evaluation_rows(results),
-        ("tokens/s", _number(results["tokens_per_s"], "{:.1f} of a rollout")),
-        ("acceptance length", _number(results["acceptance_length"], "{:.2f} tokens per request and step")),
-        *([("drafts right", _right_by_method(drafted, "{} {} of {:,}"))] if drafted else ()),
-        ("rollout", _number(results["rollout_share"], "{:.0%} of the time of a step")),
+        ("tokens/s", number(results["tokens_per_s"], "{:.1f} of a rollout")),
+        ("acceptance length", number(results["acceptance_length"], "{:.2f} tokens per request and step")),
+        *([("drafts right", right_by_method(drafted, "{} {} of {:,}"))] if drafted else ()),
+        ("rollout", number(results["rollout_share"], "{:.0%} of the time of a step")),
         ("seconds", ", ".join(f"{phase} {value:,.0f} ({value / whole:.0%})" for phase, value in phases)),
     )
     return figures_table(f"train {name}", figures)
 
 
-def _number(value: float | None, form: str = "{:.3f}") -> str:
+def number(value: float | None, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
 
 
 def _first_last_best(results: Mapping[str, Any]) -> str:
-    reward = ", ".join(f"{_number(results[f'{which}_reward'])} {which}" for which in ("first", "last", "best"))
-    return f"{reward} (step {_number(results['best_step'], '{}')})"
+    reward = ", ".join(f"{number(results[f'{which}_reward'])} {which}" for which in ("first", "last", "best"))
+    return f"{reward} (step {number(results['best_step'], '{}')})"
 
 
 def _evaluation_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -102,7 +102,7 @@ def _number_behind(name: str) -> int:
     return int(name.partition("@")[2])
 
 
-def _right_by_method(counts: Mapping[str, Sequence[int]], form: str = "{} {}") -> str:
+def right_by_method(counts: Mapping[str, Sequence[int]], form: str = "{} {}") -> str:
     """Draft methods with the share of their tokens that were right, in a form that also gets the number of all."""
     return ", ".join(
         form.format(method, _share(accepted / max(drafted, 1), drafted), drafted)
@@ -118,14 +118,14 @@ def trainings_table(rows: Iterable[tuple[str, str, int, Mapping[str, Any]]]) -> 
             "status": status,
             "steps": str(steps),
             "reward first, last, best": ", ".join(
-                _number(results[f"{which}_reward"]) for which in ("first", "last", "best")
+                number(results[f"{which}_reward"]) for which in ("first", "last", "best")
             ),
             "evaluation last, best": ", ".join(
-                _number((results[f"{which}_evaluation"] or {}).get("mean")) for which in ("last", "best")
+                number((results[f"{which}_evaluation"] or {}).get("mean")) for which in ("last", "best")
             ),
-            "tokens/s": _number(results["tokens_per_s"], "{:.1f}"),
-            "acc. length": _number(results["acceptance_length"], "{:.2f}"),
-            "rollout": _number(results["rollout_share"], "{:.0%}"),
+            "tokens/s": number(results["tokens_per_s"], "{:.1f}"),
+            "acc. length": number(results["acceptance_length"], "{:.2f}"),
+            "rollout": number(results["rollout_share"], "{:.0%}"),
         }
         for name, status, steps, results in rows
     ]
@@ -219,33 +219,6 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
         for one in results
     )
     return _bench_table("ms per step of a verifier", results, rows)
-
-
-def training_pairs_table(parts: Iterable[Mapping[str, Any]], title: str) -> Table:
-    """Rollouts and whole steps of a training with drafts beside plain decoding, by parts of the run."""
-
-    def ratio(found: Mapping[str, Any]) -> str:
-        interval = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
-        return f"{found['ratio']:.2f}{interval}"
-
-    rows = (
-        {
-            "steps": "{} to {}".format(*one["steps"]),
-            "tokens": f"{one['tokens']:,}",
-            "tokens/s": f"{one['plain_tokens_per_s']:.0f} to {one['drafted_tokens_per_s']:.0f}",
-            "rollout": ratio(one["rollout"]),
-            "step": ratio(one["step"]),
-            "share": f"{one['rollout_share']:.0%}",
-            "acc. length": f"{one['acceptance_length']:.2f}",
-            "drafts right": _right_by_method(one["by_method"]),
-        }
-        for one in parts
-    )
-    caption = (
-        "tokens/s: of plain decoding and with drafts. rollout, step: ratio of the speeds with its 95% interval.\n"
-        "share: of the rollout in a plain step."
-    )
-    return make_table(rows, title, text=("drafts right",), caption=caption)
 
 
 def _bench_table(

@@ -241,7 +241,7 @@ def test_deaths_and_drafts_change_nothing_that_is_learnt(
     assert results["best_checkpoint"].endswith(f"step-{best:06d}"), "the first one has no checkpoint"
 
 
-cluster = local_ray(2, autouse=False)
+cluster = local_ray(4, autouse=False)  # four verifiers take turns
 
 
 @pytest.fixture(scope="module")
@@ -260,14 +260,23 @@ def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rollout, "update_drafter", update)
         chosen = settings(write_tasks(folder), folder, "grpo", f"trainer.steps={STEPS}", *drafts, *held_out(folder))
-        report = run_bench(load_config(None, chosen), None, make_console(sys.stderr))
+        also = {"frozen": ["drafters.1.online.where=off"], "suffix": ["drafters=[{method: suffix}]"]}
+        report = run_bench(load_config(None, chosen), None, make_console(sys.stderr), also=also, plain_every=2)
     judged = report["thirds"][-1]["judged"]
     assert set(judged) == set(METHODS) and all(0 < right <= tried for tried, right in judged.values())
     assert 0 < report["thirds"][-1]["supplied"][0] <= report["thirds"][-1]["supplied"][1]
+    assert report["drafted"] == "suffix, eagle taught"
+    for part in report["epochs"]:
+        assert {way: set(one["judged"]) for way, one in part["also"].items()} == {
+            "frozen": set(METHODS),
+            "suffix": {"suffix"},
+        }
+        assert all(tried > 0 for one in part["also"].values() for tried, _ in one["judged"].values())
     done = records(Path(report["run"]))
     rewards = [record["train"]["reward_mean"] for record in done]
     assert report["status"] == "complete" and len(report["steps"]) == len(rewards) == STEPS
-    assert not any(step["differences"] for step in report["steps"])  # each was rolled out by plain decoding, too
+    assert not any(step["differences"] for step in report["steps"])  # of all rollouts, in each second step a plain one
+    assert [step["plain_s"] is not None for step in report["steps"]] == [True, False] * (STEPS // 2)
     assert sum(step["tokens"] for step in report["steps"]) == sum(record["speed"]["tokens"] for record in done)
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.06, f"rewards: {rewards}"
     assert len(versions) == STEPS and sorted(set(versions)) == versions and versions[0] > 0

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from specactor_ray.bench.train import (
-    DRAFTED,
-    PLAIN,
-    StepPair,
-    figures_of,
-    judged_between,
-    parts_of,
-    run_bench,
-    supplied_of,
-    thirds,
-)
-from specactor_ray.cli.report import training_pairs_table
+from specactor_ray.bench.pairs import DRAFTED, PLAIN, Drafts, StepPair, figures_of, parts_of, thirds
+from specactor_ray.bench.train import PairedMaker, PairedRollout, drafted_name, judged_between, run_bench, supplied_of
+from specactor_ray.cli.bench import parse_also
+from specactor_ray.cli.bench_train_report import history_table, training_pairs_table, write_plot
 from specactor_ray.config.load import from_mapping
-from specactor_ray.rollout.trajectory import RolloutMetrics
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+from specactor_ray.trainer.experience import Experience
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 
 
-def pair(step: int, plain_s: float, drafted_s: float, accepted: int = 50, **changed: Any) -> StepPair:
-    stats = RequestStats(100 - accepted, 60, accepted, 0, {"suffix": (60, accepted)})
-    judged = {"suffix": [80, accepted]}
-    values = {
-        "sync_s": {PLAIN: 1.0, DRAFTED: 2.0},
-        "stats": stats,
-        "judged": judged,
-        "supplied": [30.0, 40.0],
-        **changed,
-    }
-    return StepPair(step, (step - 1) / 2, 100, {PLAIN: plain_s, DRAFTED: drafted_s}, **values)
+def drafts(accepted: int, method: str = "suffix") -> Drafts:
+    stats = RequestStats(100 - accepted, 60, accepted, 0, {method: (60, accepted)})
+    return Drafts(stats, {method: [80, accepted]}, [30.0, 40.0])
+
+
+def pair(step: int, plain_s: float | None, drafted_s: float, accepted: int = 50, **changed: Any) -> StepPair:
+    values = {"sync_s": {PLAIN: 1.0, DRAFTED: 2.0}, "drafts": {DRAFTED: drafts(accepted)}, **changed}
+    seconds = {DRAFTED: drafted_s} if plain_s is None else {PLAIN: plain_s, DRAFTED: drafted_s}
+    return StepPair(step, (step - 1) / 2, 100, seconds | values.pop("more_s", {}), **values)
 
 
 def record(step: int, **seconds: float) -> dict[str, Any]:
@@ -71,10 +66,144 @@ def test_parts_add_up_and_compare_step_by_step() -> None:
     assert parts[0]["by_method"] == {"suffix": [120, 103]}
     assert parts[0]["judged"] == {"suffix": [160, 103]} and parts[0]["supplied"] == [60.0, 80.0]
     assert parts_of([], []) == []
-    console = Console(file=io.StringIO(), width=120)
-    console.print(training_pairs_table(parts, "by third"))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2.00 (2.00 to 2.00)" in shown and "…" not in shown, "all columns have room"
+    assert "2.00 (2.00 to 2.00)" in shown(training_pairs_table(parts, "by third"))
+
+
+def shown(table: Any, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text, "all columns have room"
+    return text
+
+
+def three_rollouts() -> list[dict[str, Any]]:
+    """Four steps in two epochs, of which the first step of each has a plain rollout; another rollout drafts less."""
+    pairs = [
+        pair(
+            step,
+            9.0 if step % 2 else None,
+            4.5,
+            40 + 10 * step,
+            sync_s={PLAIN: 1.0, DRAFTED: 1.0, "frozen": 1.0},
+            drafts={DRAFTED: drafts(40 + 10 * step, "eagle"), "frozen": drafts(20, "eagle")},
+            more_s={"frozen": 6.0},
+        )
+        for step in (1, 2, 3, 4)
+    ]
+    return figures_of(pairs, [record(step) for step in (1, 2, 3, 4)])
+
+
+def test_each_rollout_has_its_acceptance_by_epoch_also_in_steps_without_plain_decoding(tmp_path: Path) -> None:
+    steps = three_rollouts()
+    assert [one["plain_s"] for one in steps] == [9.0, None, 9.0, None]
+    assert steps[1]["plain_step_s"] is None and steps[1]["shared_s"] == 10.0 + (4.0 - 3.0)
+    epochs = parts_of(steps, [int(one["epoch"]) for one in steps])
+    assert [one["pairs"] for one in epochs] == [1, 1]
+    assert [one["judged"] for one in epochs] == [{"eagle": [160, 110]}, {"eagle": [160, 150]}]
+    assert [one["also"]["frozen"]["judged"] for one in epochs] == [{"eagle": [160, 40]}] * 2
+    assert epochs[0]["also"]["frozen"]["acceptance_length"] == 100 / 80
+    assert epochs[0]["rollout"]["ratio"] == 2.0 and epochs[0]["plain_tokens_per_s"] == 100 / 9.0
+    assert epochs[0]["also"]["frozen"]["rollout"]["ratio"] == 1.25, (
+        "9 / 6, of which the acceptance length explains 1.25"
+    )
+    text = shown(history_table(epochs, "eagle taught"))
+    assert "69% / 75% / 2.22" in text and "25% / 75% / 1.25" in text and "0.500" in text
+    (unpaired,) = parts_of(steps[1:2], [0])
+    assert unpaired["rollout"] is unpaired["step"] is unpaired["rollout_share"] is None
+    assert unpaired["also"]["frozen"]["rollout"] is None
+    assert "- to 22" in shown(training_pairs_table([unpaired], "by epoch"))
+    report = {"steps": steps, "epochs": epochs, "drafted": "eagle taught", "output": str(tmp_path / "bench.json")}
+    assert write_plot(report) == f"plot: {tmp_path / 'bench.png'}"
+
+
+class CountedRollout:
+    """Outputs of a rollout, and the calls that it gets."""
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name, self.tokens, self.loaded = name, tokens, list[Any]()
+
+    def update_weights(self, weights: Any, policy: str | None = None) -> int:
+        self.loaded.append(weights)
+        return len(self.loaded)
+
+    def drafters(self) -> list[dict[str, Any]]:
+        return [{"id": self.name, "method": "eagle", "version": 0, "tried": 4, "right": 2}]
+
+    def metrics(self) -> RolloutMetrics:
+        return RolloutMetrics()
+
+
+class Made:
+    """A maker of experience that returns the tokens of the rollout, and notes its name."""
+
+    def __init__(self) -> None:
+        self.stream, self.order = SimpleNamespace(position=0, skipped=0, size=4), list[tuple[str, int, int]]()
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+        self.order.append((rollout.name, step, self.stream.position))
+        self.stream.position += 2
+        return Experience(trajectories=[trajectory(rollout.tokens)])
+
+
+def trajectory(tokens: list[int]) -> Trajectory:
+    stats, none = RequestStats(1, 2, 1), (0.0,) * len(tokens)
+    return Trajectory("0", 0, 0, (1,), tuple(tokens), none, "", "stop", SamplingParams(), stats)
+
+
+def test_all_rollouts_have_every_step_of_the_same_tasks_by_turns_and_plain_decoding_some() -> None:
+    rollouts = {name: CountedRollout(name, [1, 2, 3]) for name in (PLAIN, DRAFTED, "frozen")}
+    paired, made = PairedRollout(rollouts, plain_every=2), Made()  # type: ignore[arg-type]
+    maker = PairedMaker(made, paired)  # type: ignore[arg-type]
+    for step in range(4):
+        if step == 3:
+            rollouts["frozen"].tokens = [1, 5, 3]
+        assert maker.collect(None, SamplingParams(), step).trajectories[0].token_ids == tuple(rollouts[DRAFTED].tokens)
+        paired.update_weights(f"weights {step}")  # type: ignore[arg-type]
+    by_step = [[name for name, at, _ in made.order if at == step] for step in range(4)]
+    turns = [[PLAIN, DRAFTED, "frozen"], [DRAFTED, "frozen"], [DRAFTED, "frozen", PLAIN], ["frozen", DRAFTED]]
+    assert by_step == turns
+    assert all(position == 2 * step for _, step, position in made.order)
+    assert all(len(one.loaded) == 4 for one in rollouts.values()), "weights go to the plain rollout in every step"
+    assert [sorted(one.rollout_s) for one in paired.pairs[:2]] == [
+        ["drafted", "frozen", "plain"],
+        ["drafted", "frozen"],
+    ]
+    assert not any(one.differences for one in paired.pairs[:3])
+    (difference,) = paired.pairs[3].differences
+    assert (difference["rollout"], difference["position"], difference["token"]) == ("frozen", 1, 5)
+
+
+def test_further_rollouts_have_names_and_overrides() -> None:
+    items = ["suffix:drafters=[{method: suffix}]", "frozen: drafters.0.online.where=off", "frozen:drafters.0.window=4"]
+    assert parse_also(items) == {
+        "suffix": ["drafters=[{method: suffix}]"],
+        "frozen": ["drafters.0.online.where=off", "drafters.0.window=4"],
+    }
+    for wrong in ("drafters.0.window=4", "frozen:drafters", ":a=b", "frozen"):
+        with pytest.raises(InputError, match="NAME:KEY=VALUE"):
+            parse_also([wrong])
+
+
+TAUGHT = {"method": "eagle", "model": "head", "online": {"where": "trainer"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "items", "key"),
+    [
+        ("other", [], "drafters.0.online.where"),
+        ("other", ["mode=plain"], "mode"),
+        ("other", ["drafters=[]"], "mode"),
+        ("other", ["drafters.0.windows=8"], "drafters.0.windows"),
+        (PLAIN, ["drafters.0.online.where=off"], "--also"),
+        ("eagle taught", ["drafters.0.online.where=off"], "--also"),
+    ],
+)
+def test_further_rollouts_that_cannot_be_compared_are_refused(name: str, items: list[str], key: str) -> None:
+    config = from_mapping({"mode": "coupled", "drafters": [TAUGHT], "data": {"path": "tasks.jsonl", "n": 2}})
+    assert drafted_name(config) == "eagle taught"
+    with refused(key):
+        run_bench(config, None, Console(), also={name: items})
 
 
 def test_what_drafters_judged_is_counted_by_method_and_from_new_weights_on_anew() -> None:

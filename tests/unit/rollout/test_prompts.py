@@ -59,7 +59,7 @@ class TestReading:
     @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
     def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
         prompts = read_prompts(path)
-        assert len(prompts) == {"renames": 8, "code_renames": 12}.get(path.stem, 16)
+        assert len(prompts) == {"renames": 8, "code_renames": 12, "sums": 24}.get(path.stem, 16)
         assert len({json.dumps(prompt) for prompt in prompts}) == len(prompts)
 
 
