@@ -187,9 +187,11 @@ def run_bench(
     @contextlib.contextmanager
     def beside(rollout: Rollout, maker: ExperienceMaker) -> Iterator[tuple[PairedRollout, PairedMaker]]:
         with contextlib.ExitStack() as parts:
-            rollouts = {PLAIN: parts.enter_context(Rollout(_without_drafts(rollout.config, plain))), DRAFTED: rollout}
+            common = copy.deepcopy(rollout.config)
+            common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
+            rollouts = {PLAIN: parts.enter_context(Rollout(_without_drafts(common, plain))), DRAFTED: rollout}
             for way, items in also.items():
-                rollouts[way] = parts.enter_context(Rollout(_with_other_drafts(rollout.config, way, items)))
+                rollouts[way] = parts.enter_context(Rollout(_with_other_drafts(common, way, items)))
             held.append(PairedRollout(rollouts, plain_every))
             yield held[0], PairedMaker(maker, held[0])
 
