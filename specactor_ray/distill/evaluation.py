@@ -33,6 +33,8 @@ _REPLAY_BATCH = 16
 
 Step = tuple[int, int, int]
 """A verify step of a replay: drafted, accepted and committed tokens."""
+Judge = Callable[[RequestTable, int, CorpusRecord, Sequence[int], int], Step]
+"""Judges the tail of a row against the record, and commits: table, row, record, tail, window."""
 
 
 def facts_of(steps: Sequence[Step], window: int) -> dict[str, Any]:
@@ -70,10 +72,12 @@ def replay(
     batch: int = 16,
     on_progress: Callable[[int], None] | None = None,
     width: int | None = None,
+    judge: Judge | None = None,
 ) -> list[Step]:
     """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step. The step that
     reads a prompt and yields the first token is left out. Proposers that read states get the first `width` values of
-    each recorded one (None: all). `on_progress` is called with the number of output tokens committed so far."""
+    each recorded one (None: all). `on_progress` is called with the number of output tokens committed so far. `judge`
+    verifies and commits instead of the target."""
     steps, waiting, running = list[Step](), deque(records), dict[int, _Replayed]()
     table = RequestTable(window)
     view = TableView(table, 0, window)
@@ -87,7 +91,7 @@ def replay(
         at = np.array(rows, np.int32)
         while len(proposer.propose(view, at)) and (table.length[view.seat, at, 0] < window).any():
             pass  # until all tails are full or none can be lengthened
-        steps += [_verify(table, row, running[row].record, view.tail(row).tolist(), window) for row in rows]
+        steps += [(judge or _verify)(table, row, running[row].record, view.tail(row).tolist(), window) for row in rows]
         for row in [row for row, one in running.items() if table.committed[row] >= len(one.record.output_token_ids)]:
             if proposer.traits.keeps_history:
                 proposer.learn([view.finished(row)])
