@@ -109,7 +109,7 @@ def record(recipe: Recipe, prompts: Path, folder: Path) -> dict[float, Recorded]
         store = folder / f"{prompts.stem}-outputs"
         records = outputs_of(recipe, prompts, store)
         entropies = _entropies(recipe, records)
-        tails = {method: _drafts(recipe, method, records, store / f"{method}.npy") for method in recipe.drafters}
+        tails = {method: tails_of(recipe, method, records, store / f"{method}.npy") for method in recipe.drafters}
         owners = np.repeat([one.sampling.temperature for one in records], [len(one) for one in entropies])
         for temperature, file in files.items():
             mine = [one.output_token_ids for one in records if one.sampling.temperature == temperature]
@@ -170,7 +170,7 @@ def _entropies(recipe: Recipe, records: Sequence[CorpusRecord]) -> list[np.ndarr
     return found
 
 
-def _drafts(recipe: Recipe, method: str, records: Sequence[CorpusRecord], file: Path) -> np.ndarray:
+def tails_of(recipe: Recipe, method: str, records: Sequence[CorpusRecord], file: Path) -> np.ndarray:
     """`Recorded.tails` of all records, one behind the other, kept in `file`. The first token of an output has no draft.
     Lookups learn from the outputs of the same temperature."""
     if file.is_file():
