@@ -34,11 +34,11 @@ from specactor_ray.transport.messages import CommitBatch, States, TailBatch
 TARGETS = {
     "smollm2-135m": (None, 1),
     "qwen2.5-1.5b": ("qwen2.5-0.5b", 1),
-    "qwen2.5-7b": ("qwen2.5-0.5b", 1),
-    "qwen2.5-32b": ("qwen2.5-0.5b", 4),
-    "llama-3.3-70b": ("llama-3.2-1b", 4),
+    "qwen2.5-7b": ("qwen2.5-0.5b", 2),
+    "qwen2.5-32b": ("qwen2.5-0.5b", 8),
+    "llama-3.3-70b": ("llama-3.2-1b", 8),
 }
-"""Target → draft model, and GPUs of a verifier."""
+"""Target → draft model, and GPUs of a verifier, which have room for the largest batch."""
 BATCHES = (1, 4, 16, 64, 256, 1024)
 CHANCE = {"suffix": 0.65, "eagle": 0.68, "draft_model": 0.72}
 """Chance that a draft token behind right ones is right, as in conf/simulation/qwen32b_5xh100.yaml."""
@@ -46,8 +46,6 @@ COVERAGE = {"suffix": 0.3, "eagle": 1.0, "draft_model": 1.0}
 """Share of requests with a draft."""
 REQUEST, ATTENDED = 2048, 1024
 """Tokens of a request for which there is room, and those to which a step attends."""
-_USABLE = 0.85
-"""Share of a GPU's memory for weights and cache."""
 _HEAD_VOCABULARY = 32_000
 _MATCHES = 2, 8
 """Defaults of `min_match` and `max_match`."""
@@ -63,16 +61,13 @@ def head_of(target: ModelSpec) -> ModelSpec:
 
 
 def gpu_points() -> Iterator[Point]:
-    """A point for each target, batch and method: memory, and the GPU time of accepted tokens. Batches whose requests do
-    not fit beside the target's weights are left out."""
+    """A point for each target, batch and method: memory, and the GPU time of accepted tokens."""
     hardware = load_hardware("h100")
     for name, (small, gpus) in TARGETS.items():
         target = find_model(name)
         verify = RooflineCost(hardware, target, gpus)
         drafters = {"suffix": None, "eagle": head_of(target), "draft_model": find_model(small) if small else None}
         for batch in BATCHES:
-            if verify.cache_tokens(_USABLE) < batch * ATTENDED:
-                continue
             for method, model in drafters.items():
                 if method == "suffix" or model is not None:
                     point = {"target": name, "batch": batch, "method": method, **memory(method, model, target, batch)}
@@ -144,8 +139,8 @@ def _times(method: str, model: ModelSpec | None, verify: RooflineCost, batch: in
 
 
 def memory_panels(points: Sequence[Point]) -> list[Panel]:
-    """Memory of the methods for the largest two targets over batch, and GPU time of an accepted token beside that of a
-    plain one for the same."""
+    """Memory of the methods over batch, for a small and a large target, and GPU time of an accepted token beside that
+    of a plain one."""
     marks = {"suffix": "C2", "eagle": "C1", "draft_model": "C0"}
 
     def panel(target: str, what: str) -> Panel:
@@ -159,10 +154,12 @@ def memory_panels(points: Sequence[Point]) -> list[Panel]:
                 axes.plot([one["batch"] for one in mine], plain, "k--", label="plain token")
             label = "GiB" if what == "total GiB" else "GPU-ms of an accepted token"
             axes.set(title=target, xlabel="requests at once", ylabel=label, xscale="log", yscale="log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_major_formatter("{x:g}")
 
         return draw
 
-    names = ("qwen2.5-7b", "qwen2.5-32b")
+    names = ("qwen2.5-1.5b", "qwen2.5-32b")
     return [panel(name, what) for what in ("total GiB", "GPU-ms in turns") for name in names]
 
 
