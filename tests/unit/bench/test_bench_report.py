@@ -352,6 +352,8 @@ STATUS: list[dict[str, Any]] = [
         "kind": "verifier",
         "phase": "ready",
         "cores": (0, 1),
+        "gpus": ("2", "3"),
+        "accelerator": "H100",
         "counters": {
             "running": 3,
             "row_steps": 40,
@@ -364,6 +366,8 @@ STATUS: list[dict[str, Any]] = [
         "id": "eagle-0#7a8b",
         "kind": "drafter",
         "phase": "ready",
+        "gpus": ("7",),
+        "accelerator": "",
         "counters": {"open_requests": 2, "tails": 9, "health": {**HEALTH, "right": 300}},
     },
 ]
@@ -373,7 +377,8 @@ def test_status_has_a_row_for_each_actor() -> None:
     text = rendered(status_table(STATUS), 250)
     for expected in (
         "verifier-0#1a2b",
-        "0,1",
+        "cores 0,1 H100 2,3",
+        "GPU 7",
         "3 requests run or wait, 60 tokens, acceptance length 1.50",
         "[no room]",
         "0 open",

@@ -205,6 +205,17 @@ class TestSearch:
             assert 1 <= c.batch <= problem["requests"] <= c.verifiers * c.batch
             assert c.drafters <= c.verifiers and (c.drafters > 0) == (c.draft_devices > 0)
 
+    @settings(max_examples=40)
+    @given(problems(), st.integers(0, 6))
+    def test_drafters_with_devices_of_their_own_take_none_of_the_verifiers(self, problem: dict, own: int) -> None:
+        shared = {layout_of(one): one for one in search_plan(**problem).predictions}
+        methods = {name: replace(method, devices=own, free=False) for name, method in problem["methods"].items()}
+        for c in search_plan(**{**problem, "methods": methods}).predictions:
+            assert c.verifiers == min(problem["devices"] // c.verify_devices, problem["requests"])
+            assert c.drafters * c.draft_devices <= own and c.drafters <= c.verifiers
+            if c.mode is not ModeName.decoupled:
+                assert c == shared[layout_of(c)]
+
     @staticmethod
     def even(p: float) -> dict:
         return {
