@@ -123,7 +123,8 @@ class TargetConfig:
 
     model: str = not_empty("smollm2-135m")
     """A local directory, a Hugging Face id, or the built-in `smollm2-135m`. `org/name@REVISION` pins an id to a commit,
-    tag or branch."""
+    tag or branch. For measurements `smollm2-135m@7b` is the built-in model padded by zeros to that size (its text at
+    the cost of 7 billion parameters), and `smollm2-135m~0.7` a drafter for it, right in 0.7 of its draws."""
     backend: str = one_of(BACKENDS, default="hf")
     """Engine that runs the target: `hf` (transformers model with a paged cache) or `vllm` (its scheduler, paged
     attention and kernels, with the same tokens as `hf` up to near-ties)."""

