@@ -54,7 +54,8 @@ def prediction_table(plan: Plan) -> Table:
         }
         for row in plan.predictions
     )
-    title = f"{plan.batch} requests on {plan.devices} device(s)"
+    kinds = ", ".join(f"{name} on {kind}" for name, kind in plan.kinds.items())
+    title = f"{plan.batch} requests on {plan.devices} device(s)" + (f"; costs: {kinds}" if kinds else "")
     caption = (
         "* chosen. verifiers, drafters: number x cores or GPUs of each; requests: of a verifier; tokens/s: of all "
         "requests"

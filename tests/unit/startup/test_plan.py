@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.cli import main as cli
+from specactor_ray.cli.plan import prediction_table
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
@@ -219,9 +220,10 @@ class TestKinds:
         config, plan = plan_config(self.on(file), HERE)
         assert (config.target.accelerator, config.drafters[0].accelerator) == ("H100", "L4")
         assert "target.accelerator=H100, drafters.0.accelerator=L4" in plan.notes[0]
-        assert plan_config(self.on(file, "target.accelerator='in(H100, H200), market=spot'"), HERE)[
-            0
-        ].target.accelerator == ("H100, market=spot")
+        title = prediction_table(plan).title
+        assert title == "32 requests on 4 device(s); costs: verifier on H100, draft_model on L4"
+        config, _ = plan_config(self.on(file, "target.accelerator='in(H100, H200), market=spot'"), HERE)
+        assert config.target.accelerator == "H100, market=spot"
 
     def test_draft_actors_of_another_kind_take_no_gpu_of_a_verifier(self, file: Path) -> None:
         for replicas in (1, 2, 4):
