@@ -114,7 +114,7 @@ class Plan:
     notes: tuple[str, ...]
     """Where the prediction of the choice leaves the measured range."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """`VERIFIER` or draft method → kind of GPUs that it was measured on, and is planned for."""
+    """`target` or draft method → kind of GPUs that it was measured on, and is planned for."""
 
     @property
     def chosen(self) -> Candidate:

@@ -106,10 +106,9 @@ class Machine:
 
 
 def _kind_here() -> str:
-    """Ray's accelerator type of the GPUs of this machine."""
-    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager  # no public function tells it
+    from specactor_ray.cluster.supply import kind_here  # Ray: a second
 
-    return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type() or ""
+    return kind_here()
 
 
 def devices_of(config: Config, trains: bool = False) -> Devices:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.accelerators import of_kind
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
@@ -18,6 +17,8 @@ from specactor_ray.startup.machine import Devices, Machine, devices_of, trainer_
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
+_TARGET = "target"
+"""Key of the verifiers beside those of draft methods, in `Plan.kinds`."""
 DEFAULT_METHOD = "suffix"
 """Draft method of `mode: auto` if none is configured: it needs no model and costs almost nothing."""
 
@@ -168,7 +169,7 @@ def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[Mo
     trainer's, or those that the configuration needs on another one. InputError if no layout fits."""
     specs = drafter_specs(replace(config, mode=ModeName.decoupled))
     methods, unusable = usable_methods(costs, specs, config.target.gpus > 0)
-    kinds = {name: kind for name, kind in ((VERIFIER, costs.kind), *((n, m.kind) for n, m in methods.items())) if kind}
+    kinds = {name: kind for name, kind in ((_TARGET, costs.kind), *((n, m.kind) for n, m in methods.items())) if kind}
     config, pinned = copy.deepcopy(config), list[str]()
     if config.target.gpus:
         pinned = _pin(config, kinds)
@@ -184,7 +185,7 @@ def make_plan(config: Config, costs: Costs, machine: Machine, modes: Sequence[Mo
 
 def _pin(config: Config, kinds: Mapping[str, str]) -> list[str]:
     """Set `accelerator` of verifiers and draft actors on GPUs to their kinds. Returns the keys and values set."""
-    sections: list[tuple[str, str, TargetConfig | DrafterConfig]] = [("target", VERIFIER, config.target)]
+    sections: list[tuple[str, str, TargetConfig | DrafterConfig]] = [("target", _TARGET, config.target)]
     sections += [(f"drafters.{number}", one.method, one) for number, one in enumerate(config.drafters)]
     found = []
     for key, name, section in sections:

@@ -221,7 +221,7 @@ class TestKinds:
         assert (config.target.accelerator, config.drafters[0].accelerator) == ("H100", "L4")
         assert "target.accelerator=H100, drafters.0.accelerator=L4" in plan.notes[0]
         title = prediction_table(plan).title
-        assert title == "32 requests on 4 device(s); costs: verifier on H100, draft_model on L4"
+        assert title == "32 requests on 4 device(s); costs: target on H100, draft_model on L4"
         config, _ = plan_config(self.on(file, "target.accelerator='in(H100, H200), market=spot'"), HERE)
         assert config.target.accelerator == "H100, market=spot"
 
