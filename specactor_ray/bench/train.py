@@ -73,6 +73,11 @@ class PairedRollout:
         for rollout in self._rollouts.values():
             rollout.wake()
 
+    @property
+    def drafting(self) -> list[str]:
+        """Names of the rollouts with drafts, in the order of tables."""
+        return [way for way in self._rollouts if way != PLAIN]
+
     def ways(self, step: int) -> list[tuple[str, Rollout]]:
         """The rollouts of a step, from 0, in an order that turns from step to step."""
         turn, rest = divmod(step, self._plain_every)
@@ -112,7 +117,7 @@ class PairedMaker:
                 position / stream.size,
                 sum(lengths),
                 seconds,
-                drafts=drafts,
+                drafts={way: drafts[way] for way in self._rollout.drafting},
                 longest=max(lengths, default=0),
                 differences=[
                     {"rollout": way, **difference}

@@ -169,6 +169,7 @@ def test_all_rollouts_have_every_step_of_the_same_tasks_by_turns_and_plain_decod
         ["drafted", "frozen", "plain"],
         ["drafted", "frozen"],
     ]
+    assert all(list(one.drafts) == [DRAFTED, "frozen"] for one in paired.pairs), "columns stay in their order"
     assert not any(one.differences for one in paired.pairs[:3])
     (difference,) = paired.pairs[3].differences
     assert (difference["rollout"], difference["position"], difference["token"]) == ("frozen", 1, 5)
