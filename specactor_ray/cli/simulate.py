@@ -53,6 +53,9 @@ def run(
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
     acceptance: MeasuredFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Prompts and outputs of a quarter of the length.")] = False,
+    per_dollar: Annotated[
+        bool, typer.Option("--per-dollar", help="Table and plot of a sweep: tokens per dollar, not per device.")
+    ] = False,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 
@@ -92,10 +95,10 @@ def run(
     console = make_console()
     if measured:
         say(console, f"measured: {', '.join(measured)}")
-    _show(report, console)
+    _show(report, console, per_dollar)
     if output is not None:
         with signals_deferred():
-            _write(output, report, console)
+            _write(output, report, console, per_dollar)
 
 
 def parse_names(text: str | None) -> list[str] | None:
@@ -117,10 +120,10 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     return key.strip(), list(dict.fromkeys(found))
 
 
-def _show(report: Mapping[str, Any], console: Console) -> None:
+def _show(report: Mapping[str, Any], console: Console, per_dollar: bool) -> None:
     point = report["points"][0]
     if report["sweep"]:
-        console.print(sweep_table(report))
+        console.print(sweep_table(report, per_dollar))
     else:
         say(console, point["description"])
         console.print(speed_table(point))
@@ -130,7 +133,7 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
 
 
-def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
+def _write(folder: Path, report: Mapping[str, Any], console: Console, per_dollar: bool) -> None:
     """Write the report and its plot, and name the files."""
     file = folder / "report.json"
     try:
@@ -138,7 +141,7 @@ def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
     except OSError as error:
         raise InputError(f"{file} cannot be written ({error.strerror})") from None
     say(console, f"report: {file.resolve()}")
-    say(console, write_plot(folder, report))
+    say(console, write_plot(folder, report, per_dollar))
 
 
 # ---- tables and plots, from the plain data of reports ----
@@ -156,6 +159,7 @@ def speed_table(point: Mapping[str, Any]) -> Table:
             "tokens/s": f"{result['tokens_per_s']:,.0f}",
             f"tokens/s/{device}": f"{result['tokens_per_s_and_device']:,.1f}",
             "x": f"{point['ratios'][result['variant']]:.2f}" + "*" * (result["variant"] == point["baseline"]),
+            **_dollars(point, result),
             "length": f"{result['acceptance_length']:.2f}",
         }
         for result in point["results"]
@@ -164,7 +168,21 @@ def speed_table(point: Mapping[str, Any]) -> Table:
         f"* baseline of x: tokens/s per {device}, drafting ones included.\n"
         "length: acceptance length, tokens per request and verify step."
     )
+    if any(one["dollars_per_hour"] for one in point["results"]):
+        caption += "\n$ x: tokens per dollar, relative to the baseline; prices are machines.N.price."
     return make_table(rows, "speed", text=("variant",), caption=caption, **_LEFT)
+
+
+def _dollars(point: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, str]:
+    """Columns of the price; none if no variant has one."""
+    if not any(one["dollars_per_hour"] for one in point["results"]):
+        return {}
+    price = result["dollars_per_hour"]
+    return {
+        "$/h": "" if price is None else f"{price:,.2f}",
+        "M tokens/$": _millions(result),
+        "$ x": _times(point["dollar_ratios"][result["variant"]]),
+    }
 
 
 def step_table(point: Mapping[str, Any]) -> Table | None:
@@ -186,31 +204,34 @@ def step_table(point: Mapping[str, Any]) -> Table | None:
     return make_table(rows, "training step", text=("variant",), caption=caption, **_LEFT)
 
 
-def sweep_table(report: Mapping[str, Any]) -> Table:
-    """Tokens per second and device of each variant at each value, and the ratio to the first."""
+def sweep_table(report: Mapping[str, Any], per_dollar: bool = False) -> Table:
+    """Tokens per second and device, or millions of tokens per dollar, of each variant at each value, and the ratio to
+    the first."""
     first, key, rows = report["points"][0], report["sweep"], list[dict[str, str]]()
+    ratios = "dollar_ratios" if per_dollar else "ratios"
     for point in report["points"]:
         rows.append({key: point["value"]})
         for result in point["results"]:
-            name = result["variant"]
-            rows[-1][name] = f"{result['tokens_per_s_and_device']:,.1f}"
+            name, speed = result["variant"], f"{result['tokens_per_s_and_device']:,.1f}"
+            rows[-1][name] = _millions(result) if per_dollar else speed
             if name != first["baseline"]:
-                rows[-1][f"{name}, x"] = f"{point['ratios'][name]:.2f}"
-    title = f"tokens/s/{first['device']} over {key}"
+                rows[-1][f"{name}, x"] = _times(point[ratios][name])
+    title = f"{'million tokens/$' if per_dollar else 'tokens/s/' + first['device']} over {key}"
     caption = f"x: relative to {first['baseline']}; drafting {first['device']}s are counted."
     return make_table(rows, title, text=(key,), caption=caption, **_LEFT)
 
 
-def write_plot(folder: Path, report: Mapping[str, Any]) -> str:
+def write_plot(folder: Path, report: Mapping[str, Any], per_dollar: bool = False) -> str:
     """Write `sweep.png`, the ratios at each value, or `running.png`, the unfinished requests over time. Returns a line
     for the user."""
     points, first = report["points"], report["points"][0]
+    ratios, unit = ("dollar_ratios", "dollar") if per_dollar else ("ratios", first["device"])
 
     def sweep(axes: Any) -> None:
-        for name in first["ratios"]:
-            axes.plot([point["ratios"][name] for point in points], "o-", label=name, markersize=4)
+        for name in first[ratios]:
+            axes.plot([point[ratios][name] for point in points], "o-", label=name, markersize=4)
         axes.set_xticks(range(len(points)), [point["value"] for point in points], fontsize=8)
-        axes.set(xlabel=report["sweep"], ylabel=f"times {first['baseline']}, per {first['device']}")
+        axes.set(xlabel=report["sweep"], ylabel=f"times {first['baseline']}, per {unit}")
 
     def running(axes: Any) -> None:
         for result in first["results"]:
@@ -220,6 +241,15 @@ def write_plot(folder: Path, report: Mapping[str, Any]) -> str:
 
     file, panel = ("sweep.png", sweep) if report["sweep"] else ("running.png", running)
     return plot.write_plot(folder / file, panel, height=4.0)
+
+
+def _millions(result: Mapping[str, Any]) -> str:
+    tokens = result["tokens_per_dollar"]
+    return "" if tokens is None else f"{tokens / 1e6:,.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _count(devices: float) -> str:

@@ -253,7 +253,10 @@ def _index(values: list[Any], key: str, part: str) -> Any:
     have = "it is empty" if not values else f"it has the elements 0 to {len(values) - 1}"
     problem = f"there is no element {clipped(part)} in the list {key}: {have}."
     example = "{method: ngram}" if key == "drafters" else "..."
-    raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
+    fix = f"give the whole list, for example '{key}=[{example}]'."
+    if values and not part.isdecimal():
+        fix = f"write {key}.0.{part} for its first element."
+    raise ConfigError(f"{key}.{part}", problem, fix)
 
 
 # ---- types ----

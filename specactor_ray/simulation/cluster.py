@@ -214,7 +214,7 @@ class VirtualRun:
         self.kernel = Kernel(seed)
         self.network = network(self.kernel, random.Random(f"network {seed}"))
         self.machines = Machines(list(nodes), rng=random.Random(f"placement {seed}"))
-        self.head = Node("head", cpus=0.0)
+        self.head = Node("head", cpus=0.0, kind=nodes[0].kind)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
         self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))
         self.clock, self.calls = self.network.clock(self.driver), self.network.calls(self.driver)

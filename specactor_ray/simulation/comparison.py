@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -16,18 +17,20 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.actors.process import ActorHost
 from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import blocked
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import RolloutMetrics
-from specactor_ray.simulation.cluster import VirtualRun, silence
+from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun, silence
+from specactor_ray.simulation.hardware import DeviceSpec, load_hardware
 from specactor_ray.simulation.kernel import SimulationError
-from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
+from specactor_ray.simulation.network import Kind, Node, VirtualActor
+from specactor_ray.simulation.scenario import ScenarioConfig, labels_of, load_scenario, variant_of
 from specactor_ray.simulation.training import training_seconds
-from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, build_world, draw_lengths, num_requests
+from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, build_worlds, draw_lengths, num_requests
 from specactor_ray.startup.machine import devices_of
 
 _STANDSTILL_S = 3600.0
@@ -37,6 +40,7 @@ _REPORT_S = 0.5
 _FIGURES = (
     *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
     *("tokens_per_s_and_device", "ended_s", "events", "update_s", "sync_s", "step_s"),
+    *("dollars_per_hour", "tokens_per_dollar"),
 )
 """Attributes of a `Result` in reports."""
 
@@ -50,6 +54,8 @@ class Result:
     devices: float
     """GPUs (or, without any, CPU cores) of verifiers and draft actors together."""
     draft_devices: float
+    dollars_per_hour: float | None = None
+    """Price of these devices, and of the cores of draft actors on nodes without GPUs; None: not all have one."""
     rollout_s: float = 0.0
     """Virtual seconds."""
     update_s: float = 0.0
@@ -72,6 +78,10 @@ class Result:
         return self.tokens_per_s / max(self.devices, 1)
 
     @property
+    def tokens_per_dollar(self) -> float | None:
+        return 3600.0 * self.tokens_per_s / self.dollars_per_hour if self.dollars_per_hour else None
+
+    @property
     def step_s(self) -> float:
         """Seconds of a training step."""
         return self.rollout_s + self.update_s + self.sync_s
@@ -86,14 +96,35 @@ class Result:
         }
 
 
+def make_nodes(scenario: ScenarioConfig) -> list[Node]:
+    """The nodes of a scenario, kind by kind."""
+    nodes = list[Node]()
+    for number, one in enumerate(scenario.machines):
+        rate = math.inf if one.link.gbit_s is None else one.link.gbit_s * 1e9 / 8
+        kind = Kind(number, one.link.latency_ms / 1e3, rate)
+        nodes += [
+            Node(f"node-{len(nodes) + n}", one.cpus, one.gpus, labels=labels_of(one), kind=kind)
+            for n in range(one.nodes)
+        ]
+    return nodes
+
+
+def price_of(scenario: ScenarioConfig, kind: int) -> float | None:
+    """Dollars per hour of a GPU of this kind of machines (of a CPU core, if they have no GPUs); None: unknown."""
+    machine = scenario.machines[kind]
+    if machine.price is not None:
+        return machine.price
+    hardware = load_hardware(machine.accelerator or "")
+    return hardware.price if isinstance(hardware, DeviceSpec) and machine.gpus else None
+
+
 class SimulatedRollouts(VirtualRun):
-    """The rollout of one variant. Raises ConfigError as `build_world`."""
+    """The rollout of one variant. Raises ConfigError as `build_worlds`."""
 
     def __init__(self, variant: str, scenario: ScenarioConfig) -> None:
-        machines, network = scenario.machines, scenario.network
-        nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
-        training_seconds(scenario, 0, 1.0)  # refuses before the rollout
-        super().__init__(scenario.config, build_world(scenario), nodes, scenario.seed)
+        network, self._worlds = scenario.network, build_worlds(scenario)
+        training_seconds(scenario, 0, {0: 1.0})  # refuses before the rollout
+        super().__init__(scenario.config, self._worlds[0], make_nodes(scenario), scenario.seed)
         self.scenario = scenario
         call_s = network.call_ms / 1e3
         self.network.latency_s = (call_s * (1.0 - network.jitter), call_s * (1.0 + network.jitter))
@@ -122,6 +153,9 @@ class SimulatedRollouts(VirtualRun):
         result.events, result.digest = kernel.events, kernel.digest
         return result
 
+    def make_host(self, actor: VirtualActor) -> ActorHost:
+        return SimulatedHost(self.network, actor, self._worlds[actor.node.kind.number])
+
     def _share(self) -> float:
         """Share of the output tokens that are there; those of requests that begin at the end of a run do not count."""
         there = self.queues[0].dispatcher.journal.committed_tokens if self.queues else 0
@@ -134,7 +168,8 @@ class SimulatedRollouts(VirtualRun):
         journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
         self._stream(begin)
         result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
-        result.update_s, result.sync_s = training_seconds(self.scenario, result.tokens, result.devices)
+        result.dollars_per_hour, gpus = self._bill()
+        result.update_s, result.sync_s = training_seconds(self.scenario, result.tokens, gpus)
         result.metrics = self.queue.metrics()
         self.shut_down()
         self._done = True
@@ -151,6 +186,19 @@ class SimulatedRollouts(VirtualRun):
         stream.close()
         if self.queue.dispatcher.reissues:
             raise SimulationError("verifiers were lost without a fault")
+
+    def _bill(self) -> tuple[float | None, dict[int, float]]:
+        """Dollars per hour of what the actors take, None without a price, and GPUs in use by kind of machines."""
+        gpus, paid = dict[int, float](), dict[int, float]()
+        for group in self.machines.groups:
+            for node, demand in zip(group.nodes, group.demands, strict=True):
+                if node is not None:
+                    kind, count = node.kind.number, demand.gpus if node.gpus else demand.cpus
+                    gpus[kind] = gpus.get(kind, 0.0) + demand.gpus
+                    paid[kind] = paid.get(kind, 0.0) + count
+        prices = {kind: price_of(self.scenario, kind) for kind, count in paid.items() if count}
+        dollars = [None if price is None else price * paid[kind] for kind, price in prices.items()]
+        return None if None in dollars else sum(one for one in dollars if one is not None), gpus
 
     # ---- requests ----
 
@@ -214,8 +262,13 @@ def _point(path: Path, items: Sequence[str], results: Sequence[Result]) -> dict[
         "device": "GPU" if scenario.config.target.gpus else "core",
         "results": [result.to_json() for result in results],
         "ratios": {one.variant: one.tokens_per_s_and_device / first.tokens_per_s_and_device for one in results},
+        "dollar_ratios": {one.variant: _ratio(one.tokens_per_dollar, first.tokens_per_dollar) for one in results},
         "step_ratios": {one.variant: _tokens_of_a_step(one) / _tokens_of_a_step(first) for one in results},
     }
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return ours / theirs if ours and theirs else None
 
 
 def _tokens_of_a_step(result: Result) -> float:

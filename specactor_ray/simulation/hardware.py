@@ -73,6 +73,8 @@ class DeviceSpec:
     """All-reduce bus bandwidth of large messages within a node."""
     link_latency_us: float = positive(0.0)
     """Time of an all-reduce of a small message."""
+    price: float | None = positive(None)
+    """Dollars per GPU-hour; a list price for scenarios whose `machines.N.price` is null."""
 
     def cost(self, model: str, devices: int = 1) -> RooflineCost:
         """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the

@@ -18,6 +18,7 @@ from specactor_ray.simulation.world import World, guesses
 from specactor_ray.table.requests import Finish
 from specactor_ray.table.table import RequestTable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.target.rows import fewest_first
 from specactor_ray.transport.messages import States
 
 
@@ -137,7 +138,16 @@ class SimulatedEngine:
     # ---- weights and memory ----
 
     def states(self, rows: np.ndarray, starts: np.ndarray, most: int) -> States:
-        return States(rows[:0], starts[:0], starts[:0], np.zeros((0, 0)))  # a simulated head needs none
+        width = self._world.state_size
+        if not width:
+            return States(rows[:0], starts[:0], starts[:0], np.zeros((0, 0)))
+        import torch  # the form in which an engine exports them
+
+        numbers = self._numbers[:, rows]
+        cached = numbers[_kernels.PROMPT] + numbers[_kernels.OUTPUT] - numbers[_kernels.MISSING]
+        chosen, lengths = fewest_first(np.minimum(cached, self.table.lengths[rows] - 1), starts, most)
+        states = torch.zeros(1, dtype=torch.bfloat16).expand(int(lengths.sum()), width)
+        return States(rows[chosen], starts[chosen], lengths, states)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if self.has_work():

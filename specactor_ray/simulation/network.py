@@ -6,11 +6,12 @@ actor's process has ended.
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from specactor_ray.cluster.backend import ProcessFacts
@@ -31,6 +32,16 @@ _DETECTION_S = (0.01, 1.0)
 """Least and most seconds from the end of an actor to the errors of its callers."""
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of machines, and the way from them to those of other kinds."""
+
+    number: int = 0
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    """Rate of each node, each way."""
+
+
 @dataclass(eq=False)
 class Node:
     """A simulated machine."""
@@ -41,6 +52,10 @@ class Node:
     alive: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
     """As those of Ray's nodes; `KIND_LABEL` names the kind of its GPUs."""
+    kind: Kind = Kind()
+    sends_until: float = 0.0
+    receives_until: float = 0.0
+    """Virtual times at which its last messages from and to other kinds have passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +158,7 @@ class CallInFlight:
         self.send_answer()
 
     def send_answer(self) -> None:
-        self.network.transmit(self.answer)
+        self.network.transmit(self.answer, self.actor.node, self.caller.node, self.value)
 
     def answer(self) -> None:
         self.actor.open_calls.pop(self.reference, None)
@@ -207,12 +222,24 @@ class Network:
     def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
         """Begin a call."""
         call = CallInFlight(self, caller, actor, method, arguments, Reference(caller.process))
-        self.transmit(call.arrive)
+        self.transmit(call.arrive, caller.node, actor.node, arguments)
         return call.reference
 
-    def transmit(self, arrived: Callable[[], None]) -> None:
-        """Carry a call or an answer: `arrived` is called after its latency."""
-        self.kernel.at(self.kernel.now + self.latency(), arrived)
+    def transmit(self, arrived: Callable[[], None], sender: Node, receiver: Node, message: Any) -> None:
+        """Carry a call or an answer: `arrived` is called after its latency, and the time on links."""
+        self.kernel.at(self.kernel.now + self.latency() + self.link_s(sender, receiver, message), arrived)
+
+    def link_s(self, sender: Node, receiver: Node, message: Any) -> float:
+        """Seconds on the way between nodes of two kinds, behind earlier messages of both; 0 within a kind."""
+        ours, theirs = sender.kind, receiver.kind
+        if ours == theirs:
+            return 0.0
+        seconds, rate = ours.latency_s + theirs.latency_s, min(ours.bytes_per_s, theirs.bytes_per_s)
+        if rate < math.inf:
+            begin = max(self.kernel.now, sender.sends_until, receiver.receives_until)
+            sender.sends_until = receiver.receives_until = begin + num_bytes(message) / rate
+            seconds += sender.sends_until - self.kernel.now
+        return seconds
 
     def start_calls(self, actor: VirtualActor) -> None:
         """Begin waiting calls, as many as may run at a time."""
@@ -280,7 +307,10 @@ class VirtualTransport:
         return self._network.put(self._caller, value)
 
     def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        took = self._network.latency()
+        network, node = self._network, self._caller.node
+        took = network.latency()
+        crossing = [one for one in references if one.owner.node.kind != node.kind]
+        took += max((network.link_s(one.owner.node, node, network.get(one)) for one in crossing), default=0.0)
         if took > timeout_s:
             raise CallTimeoutError("fetching an object: not in time")
         self._network.clock(self._caller).sleep(took)
@@ -288,3 +318,24 @@ class VirtualTransport:
 
     def export(self, rows: Any, run: str = "") -> None:
         pass
+
+
+_NUMBER = 8
+"""Bytes of a number, and of a handle."""
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of a message: of its arrays and texts, and 8 for each other value. Handles and references are one value."""
+    if isinstance(value, VirtualActor | StoredObject):
+        return _NUMBER
+    if hasattr(value, "nbytes"):
+        return int(value.nbytes)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(num_bytes(key) + num_bytes(item) for key, item in value.items())
+    if isinstance(value, Sequence | set | frozenset):
+        return sum(map(num_bytes, value))
+    if is_dataclass(value):
+        return sum(num_bytes(getattr(value, one.name)) for one in fields(value))
+    return _NUMBER

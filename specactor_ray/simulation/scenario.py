@@ -5,17 +5,19 @@ Files are in `conf/simulation/`; this module has every key with its default and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.fields import at_least, limited, positive
+from specactor_ray.config.accelerators import KIND_LABEL, allows
+from specactor_ray.config.fields import at_least, limited, not_empty, positive
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN, traits
+from specactor_ray.config.methods import BUILT_IN, acting_drafters, traits
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
@@ -139,14 +141,31 @@ class TrainingConfig:
 
 
 @dataclass
-class MachinesConfig:
-    """Nodes of the cluster."""
+class LinkConfig:
+    """The way from nodes of a kind to nodes of other kinds. On the way between two kinds, latencies add up, and the
+    lower rate counts. The driver and the controller are beside the nodes of the first kind."""
+
+    latency_ms: float = _amount(0.0)
+    """Milliseconds, one way, in addition to `network.call_ms`."""
+    gbit_s: float | None = positive(None)
+    """Gbit/s of each node, each way; its messages pass one after the other. Null: messages take no time by size."""
+
+
+@dataclass
+class MachineConfig:
+    """Nodes of one kind."""
 
     nodes: int = at_least(1, 1)
     gpus: float = _amount(8.0)
     """GPUs of each node."""
     cpus: float = at_least(1, 64.0)
     """CPU cores of each node."""
+    accelerator: str | None = not_empty(None)
+    """Cost models, as `hardware`, which is the default. `config.target.accelerator` and `config.drafters.N.accelerator`
+    name it in capitals: `H100`."""
+    price: float | None = _amount(None)
+    """Dollars per GPU-hour; of nodes without GPUs, per hour of a CPU core. Default: that of the hardware file."""
+    link: LinkConfig = field(default_factory=LinkConfig)
 
 
 @dataclass
@@ -156,8 +175,8 @@ class ScenarioConfig:
     description: str = ""
     """Description in one line."""
     hardware: str = "h100"
-    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or the `summary.json` of a
-    run."""
+    """Cost models of machines without `accelerator`: a file in `conf/simulation/hardware/` by its name, a file by
+    its path, or the `summary.json` of a run."""
     part: int = at_least(1, 1)
     """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
     seed: int = _amount(0)
@@ -166,7 +185,8 @@ class ScenarioConfig:
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = _share(0.0)
     """Share of variance that the guesses of all methods have in common; at 1 they are right at the same positions."""
-    machines: MachinesConfig = field(default_factory=MachinesConfig)
+    machines: list[MachineConfig] = field(default_factory=lambda: [MachineConfig()])
+    """Kinds of nodes. Actors get nodes in this order, as far as there is room."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
     """Skills, one for each draft method."""
@@ -234,9 +254,14 @@ def measured_skills(path: Path, skills: Sequence[SkillConfig]) -> list[str]:
 
 def _check(scenario: ScenarioConfig) -> None:
     machines = scenario.machines
+    for one in machines:
+        one.accelerator = one.accelerator or scenario.hardware
     try:
         validate(scenario.config)
-        there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
+        cores, kinds = sum(int(one.cpus) * one.nodes for one in machines), Counter[str]()
+        for one in machines:
+            kinds[labels_of(one).get(KIND_LABEL, "")] += int(one.gpus) * one.nodes
+        there = Devices(cores, kinds.total(), +kinds)
         scenario.config, _ = settle(scenario.config, Machine(there.cores, there.gpus), there)
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
@@ -252,12 +277,30 @@ def _check_room(scenario: ScenarioConfig) -> None:
         "cpus": 0 if target.gpus else target.cores * target.replicas,
     }
     for name, count in needed.items():
-        have = getattr(machines, name) * machines.nodes
-        if count > have:
-            there = f"{machines.nodes} x {getattr(machines, name):g} {name}"
-            problem = f"{there} are there, and the layout needs {count:g}."
-            fix = "raise it or machines.nodes, or lower config.target.replicas."
-            raise ConfigError(f"machines.{name}", problem, fix)
+        if count > sum(getattr(one, name) * one.nodes for one in machines):
+            there = " and ".join(f"{one.nodes} x {getattr(one, name):g}" for one in machines) or "no"
+            problem = f"{there} {name} are there, and the layout needs {count:g}."
+            raise ConfigError("machines", problem, "raise machines.0.nodes, or lower config.target.replicas.")
+    sizes: dict[str, TargetConfig | DrafterConfig] = {"target": target}
+    for key, size in (sizes | {one.key: one for one in acting_drafters(scenario.config) if one.replicas}).items():
+        fitting = [one for one in machines if fits(one, size)]
+        if not fitting or size.replicas * size.gpus > sum(one.gpus * one.nodes for one in fitting):
+            gpus = f"{size.gpus} GPUs" + (f" ({size.accelerator})" if size.accelerator else "")
+            kinds = ", ".join(label for one in machines for label in labels_of(one).values())
+            problem = f"there are not enough nodes with {gpus} and {size.cores:g} cores for {size.replicas} actors."
+            fix = f"give machines more nodes, gpus or cpus; their kinds are {kinds or 'none'}."
+            raise ConfigError(f"config.{key}", problem, fix)
+
+
+def labels_of(machine: MachineConfig) -> dict[str, str]:
+    """The labels of nodes of this kind: Ray's accelerator type, the name of the hardware in capitals."""
+    return {KIND_LABEL: Path(machine.accelerator or "").stem.upper()} if machine.gpus else {}
+
+
+def fits(machine: MachineConfig, size: TargetConfig | DrafterConfig) -> bool:
+    """Whether an empty node of this kind has room for a verifier, or a draft actor."""
+    has_room = machine.gpus >= size.gpus and machine.cpus >= (size.cores or 0)
+    return has_room and allows(size.accelerator, labels_of(machine))
 
 
 def _check_skills(scenario: ScenarioConfig) -> None:

@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from specactor_ray.config.methods import hosted_drafters, traits
+from specactor_ray.config.methods import acting_drafters, hosted_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
@@ -31,7 +31,16 @@ from specactor_ray.simulation.hardware import (
     find_model,
     load_hardware,
 )
-from specactor_ray.simulation.scenario import Arrival, PythonConfig, ScenarioConfig, SkillConfig, WorkloadConfig
+from specactor_ray.simulation.kernel import SimulationError
+from specactor_ray.simulation.scenario import (
+    Arrival,
+    MachineConfig,
+    PythonConfig,
+    ScenarioConfig,
+    SkillConfig,
+    WorkloadConfig,
+    fits,
+)
 
 FIRST_SEED = 1_000_000
 """Seed of the first request of a rollout; the others follow."""
@@ -226,6 +235,8 @@ class World:
     cache_tokens: float = float("inf")
     """Tokens of each verifier's cache."""
     max_model_len: int = 100_000
+    state_size: int = 0
+    """Numbers of the hidden states of a position, which EAGLE heads on other machines get; 0: their way is free."""
     version_of: dict[int, int] = field(default_factory=dict)
     """Seed of a request → version of its weights."""
 
@@ -233,33 +244,51 @@ class World:
         return self.drafting.get(method) or _USUAL
 
 
-def build_world(scenario: ScenarioConfig) -> World:
-    """The ground truth of a scenario. ConfigError: the hardware does not exist or has no figures for a model, or a
-    request is too long."""
-    hardware, target = load_hardware(scenario.hardware), scenario.config.target
-    devices = target.gpus or target.cores
-    with _keys_of("config.target"):
-        cost = hardware.cost(target.model, devices)
+def build_worlds(scenario: ScenarioConfig) -> list[World]:
+    """The ground truth of a scenario on each kind of its machines: the same text, with the durations of that kind.
+    ConfigError: the hardware does not exist or has no figures for a model, or a request is too long."""
+    text, readers = draw_text(scenario), [one for one in acting_drafters(scenario.config) if one.traits.reads_features]
+    shapes = [find_model(one.model) for one in readers if one.model and len(scenario.machines) > 1]
+    states = max((shape.features * shape.hidden for shape in shapes), default=0)
+    return [_world_on(machine, scenario, text, states) for machine in scenario.machines]
+
+
+def _world_on(machine: MachineConfig, scenario: ScenarioConfig, text: GeneratedText, states: int) -> World:
+    hardware, target = load_hardware(machine.accelerator or ""), scenario.config.target
+    world = World(text, _elsewhere, python=scenario.python, load_s=scenario.load_s, state_size=states)
+    verifies, hosted = fits(machine, target), {one.method: one for one in hosted_drafters(scenario.config)}
+    if verifies:
+        with _keys_of("config.target"):
+            cost = hardware.cost(target.model, target.gpus or target.cores)
+        if isinstance(cost, RooflineCost):
+            shapes = [find_model(drafter.model) for drafter in hosted.values() if drafter.model]
+            beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
+            world.target, world.cache_tokens = cost.seconds, cost.cache_tokens(scenario.cache_share, beside)
+        else:
+            world.target = cost
+        _check_cache(world, scenario)
     drafters = scenario.config.drafters if scenario.config.mode is not ModeName.plain else []
-    forwards = {skill.method: skill.forward_ms for skill in scenario.skills}
-    drafting = {
-        drafter.method: _draft_time(index, drafter, hardware, forwards.get(drafter.method))
-        for index, drafter in enumerate(drafters)
-    }
-    world = World(draw_text(scenario), drafting=drafting, python=scenario.python, load_s=scenario.load_s)
-    if isinstance(cost, RooflineCost):
-        shapes = [find_model(drafter.model) for drafter in hosted_drafters(scenario.config) if drafter.model]
-        beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
-        world.target, world.cache_tokens = cost.seconds, cost.cache_tokens(scenario.cache_share, beside)
-    else:
-        world.target = cost
+    forwards, drafting = {skill.method: skill.forward_ms for skill in scenario.skills}, dict[str, DraftTime]()
+    for index, drafter in enumerate(drafters):
+        method, here = drafter.method, verifies if drafter.method in hosted else fits(machine, drafter)
+        time = _draft_time(index, drafter, hardware, forwards.get(method)) if here else DraftTime(_elsewhere)
+        drafting[method] = time
+    world.drafting = drafting
+    return world
+
+
+def _elsewhere(*step: int) -> float:
+    raise SimulationError("a step on machines without room for its actor")
+
+
+def _check_cache(world: World, scenario: ScenarioConfig) -> None:
+    """Refuse requests that a verifier cannot hold."""
     longest = scenario.workload.prompt_tokens + scenario.workload.max_tokens
     if longest > min(world.cache_tokens, world.max_model_len):
         problem = f"a request can have {longest:,} tokens, and the cache of a verifier holds {world.cache_tokens:,.0f}"
         problem += f", its context {world.max_model_len:,}."
         fix = "use shorter requests, a larger cache_share or more config.target.gpus."
         raise ConfigError("workload.max_tokens", problem, fix)
-    return world
 
 
 def _draft_time(

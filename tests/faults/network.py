@@ -78,15 +78,16 @@ class FaultyNetwork(Network):
             self.unavailable(reference, method)
             return reference
         loses_answer = self._strikes("lost_after")
-        self.transmit(FaultyCall(*call, reference, keeps_answer=not loses_answer).arrive)
+        way = caller.node, actor.node, arguments
+        self.transmit(FaultyCall(*call, reference, keeps_answer=not loses_answer).arrive, *way)
         if self._strikes("repeated"):
-            self.transmit(FaultyCall(*call, Reference()).arrive)
+            self.transmit(FaultyCall(*call, Reference()).arrive, *way)
         if loses_answer:
             self.unavailable(reference, method, after_s=self.rng.uniform(0.01, 1.0))
         return reference
 
-    def transmit(self, arrived: Callable[[], None]) -> None:
-        latency_s = self.latency()
+    def transmit(self, arrived: Callable[[], None], sender: Node, receiver: Node, message: Any) -> None:
+        latency_s = self.latency() + self.link_s(sender, receiver, message)
         delay_s = self.rng.uniform(0.0, self.faults.delay_s) if self._strikes("delayed") else 0.0
         self.kernel.at(self.kernel.now + latency_s + delay_s, arrived)
 

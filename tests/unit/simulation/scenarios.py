@@ -11,7 +11,7 @@ SMALL = """
 description: Two verifiers and a drafter
 hardware: h100
 seed: 3
-machines: {nodes: 1, gpus: 4, cpus: 32}
+machines: [{nodes: 1, gpus: 4, cpus: 32}]
 workload: {requests: 16, group: 4, prompt_tokens: 32, median_tokens: 40, sigma: 0.5, max_tokens: 120}
 skills:
   - {method: draft_model, mean: 0.8}

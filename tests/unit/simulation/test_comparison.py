@@ -23,9 +23,9 @@ from tests.unit.simulation.scenarios import SMALL, results_of, write_scenario
 NAMES = ["plain", "coupled", "decoupled"]
 SCATTERED = [
     *("config.target.backend=vllm", "config.target.gpus=2", "config.target.tensor_parallel=2"),
-    *("machines.nodes=5", "machines.gpus=1"),
+    *("config.target.replicas=3", "machines.0.nodes=2", "machines.0.gpus=3"),
 ]
-"""Enough GPUs, and no node with two of them."""
+"""Enough GPUs for three verifiers, and two nodes, each with room for one."""
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,9 @@ def test_measured_hardware_has_what_was_measured(tmp_path: Path) -> None:
 
 def test_what_is_unknown_is_named() -> None:
     for name in ("h10", "x/h100", "nowhere.yaml"):
-        with pytest.raises(ConfigError, match=rf"hardware {name}: there is no such file.* Fix: use one of gb200, h100"):
+        with pytest.raises(
+            ConfigError, match=rf"hardware {name}: there is no such file.* Fix: use one of a100, a10g, gb200, h100"
+        ):
             load_hardware(name)
     with pytest.raises(ConfigError, match=r"Did you mean qwen2.5-7b\?"):
         H100.cost("qwen2.5-7")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
-from specactor_ray.simulation.world import build_world
+from specactor_ray.simulation.scenario import ScenarioConfig, fits, load_scenario, variant_of
+from specactor_ray.simulation.world import build_worlds
 from tests.unit.simulation.scenarios import SMALL, results_of, write_scenario
 
 
@@ -34,7 +35,7 @@ def test_scenarios_have_defaults_overrides_and_variants(tmp_path: Path) -> None:
         ("workload.arrival=someday", "workload.arrival", "at_once"),
         ("workload.sigma=.nan", "workload.sigma", "at most 10."),
         ("skills.0.method=sufix", "skills.0.method", "use one of ngram, suffix"),
-        ("config.target.replicas=400", "machines.gpus", "lower config.target.replicas"),
+        ("config.target.replicas=400", "machines", "lower config.target.replicas"),
         ("skills.0.mean=1.2", "skills.0.mean", "at most 1."),
         ("skills=[{method: ngram}, {method: ngram}]", "skills", "named twice"),
         ("skills=[]", "config.drafters.0", "skills: {method: draft_model}"),
@@ -75,17 +76,24 @@ def test_every_variant_has_costs_and_a_cache_for_its_requests(path: Path) -> Non
     assert scenario.description and scenario.variants
     for name in scenario.variants:
         variant = variant_of(path, [], name)
-        world = build_world(variant)
-        assert world.target(4, 8, 4000, 0) > world.target(4, 4, 400, 0) > 0.0
-        assert world.cache_tokens > variant.workload.prompt_tokens + variant.workload.max_tokens
-        for drafter in variant.config.drafters if world.drafting else ():
-            assert world.draft_time(drafter.method).forward(4, 4, 4000, 0) > 0.0
+        config, worlds = variant.config, build_worlds(variant)
+        kinds = list(zip(variant.machines, worlds, strict=True))
+        verifying = [world for machine, world in kinds if fits(machine, config.target)]
+        assert verifying
+        for world in verifying:
+            assert world.target(4, 8, 4000, 0) > world.target(4, 4, 400, 0) > 0.0
+            assert world.cache_tokens > variant.workload.prompt_tokens + variant.workload.max_tokens
+        acting = {one.method for one in acting_drafters(config)}
+        for drafter in config.drafters if config.mode is not ModeName.plain else ():
+            apart = [world for machine, world in kinds if fits(machine, drafter)]
+            for world in apart if drafter.method in acting else verifying:
+                assert world.draft_time(drafter.method).forward(4, 4, 4000, 0) > 0.0
 
 
 def test_a_set_draft_token_keeps_what_rows_and_context_add() -> None:
     path = FOLDER / "qwen32b_5xh100.yaml"
     usual, set_by_hand = (
-        build_world(variant_of(path, items, "decoupled")).draft_time("draft_model").forward
+        build_worlds(variant_of(path, items, "decoupled"))[0].draft_time("draft_model").forward
         for items in ([], ["skills.0.forward_ms=2.8"])
     )
     assert set_by_hand(1, 1, 0, 0) == pytest.approx(2.8e-3) != pytest.approx(usual(1, 1, 0, 0))
@@ -115,7 +123,7 @@ def test_a_step_waits_for_a_cheap_head_beside_long_steps() -> None:
 ONE_EACH = """
 hardware: h100
 seed: 3
-machines: {nodes: 1, gpus: 2, cpus: 16}
+machines: [{nodes: 1, gpus: 2, cpus: 16}]
 workload: {requests: 24, group: 4, prompt_tokens: 64, median_tokens: 80, sigma: 0.5, max_tokens: 200}
 skills: [{method: draft_model, mean: 0.5}]
 load_s: 1.0

@@ -23,7 +23,7 @@ UPDATE = ["training.utilisation=0.5", "training.forwards=2", "training.fixed_s=3
 def test_the_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
     """7.07e9 weights in matrix products, 8 + 4 FLOPs of each per token, H100s of 989 TFLOP/s; 15.2 GB of weights."""
     scenario = load_scenario(write_scenario(tmp_path), UPDATE)
-    update_s, sync_s = training_seconds(scenario, 10_000, 3)
+    update_s, sync_s = training_seconds(scenario, 10_000, {0: 3})
     tokens = 10_000 + 16 * 32
     assert update_s == pytest.approx(3 + 12 * 7.07e9 * tokens / (3 * 989e12 * 0.5), rel=1e-3)
     assert sync_s == pytest.approx(15.23 / 10, rel=1e-3)
@@ -32,7 +32,7 @@ def test_the_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
         pytest.approx(8 / 6),
         pytest.approx(10 / 6),
     ]
-    assert training_seconds(load_scenario(write_scenario(tmp_path)), 10_000, 3) == (0.0, 0.0)
+    assert training_seconds(load_scenario(write_scenario(tmp_path)), 10_000, {0: 3}) == (0.0, 0.0)
 
 
 def test_steps_are_compared_with_the_update_of_the_same_tokens_per_gpu(tmp_path: Path) -> None:
@@ -53,12 +53,12 @@ def test_steps_are_compared_with_the_update_of_the_same_tokens_per_gpu(tmp_path:
     "items",
     [
         ["workload.arrival=continuous"],
-        ["config.target.gpus=0", "config.target.cores=2", "config.target.backend=hf", "machines.gpus=0"],
+        ["config.target.gpus=0", "config.target.cores=2", "config.target.backend=hf", "machines.0.gpus=0"],
     ],
 )
 def test_what_has_no_steps_or_no_flops_is_refused_before_the_rollout(tmp_path: Path, items: list[str]) -> None:
     with refused("training.utilisation"):
-        training_seconds(load_scenario(write_scenario(tmp_path), [*UPDATE, "config.mode=plain", *items]), 0, 1)
+        training_seconds(load_scenario(write_scenario(tmp_path), [*UPDATE, "config.mode=plain", *items]), 0, {0: 1})
     with refused("training.utilisation"):
         compare(write_scenario(tmp_path), [*UPDATE, "workload.arrival=continuous"], ["plain"], processes=1)
 

@@ -171,12 +171,12 @@ def test_modes_are_compared_from_the_layout_as_it_is_written() -> None:
 def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(
-        "hardware: h100\nmachines: {gpus: 2.0, cpus: 8.0}\nskills: [{method: draft_model}]\n"
+        "hardware: h100\nmachines: [{gpus: 2.0, cpus: 8.0}]\nskills: [{method: draft_model}]\n"
         "workload: {requests: 2}\n"
         "config:\n  cluster: {address: auto}\n"
         "  target: {model: qwen3-8b, gpus: 1, dtype: bfloat16}\n"
         f"  drafters: [{MODEL.replace(' m,', ' qwen2.5-0.5b,')}]\n"
     )
     assert load_scenario(path).config.mode is ModeName.decoupled
-    assert load_scenario(path, ["machines.gpus=1"]).config.mode is ModeName.coupled
+    assert load_scenario(path, ["machines.0.gpus=1"]).config.mode is ModeName.coupled
     assert load_scenario(path, ["config.mode=plain"]).config.mode is ModeName.plain
