@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from specactor_ray.bench.rollout_modes import Bench, Workload
+from specactor_ray.bench.rollout_modes import Bench, Workload, paired_rounds
 from specactor_ray.bench.variants import Variant
+from specactor_ray.bench.verdict import why_stop
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
@@ -40,16 +41,28 @@ if TYPE_CHECKING:
 REPORT_FILE = "report.json"
 _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
-_SPEED_SHARE = 0.45
-"""Share of the time for the first half."""
+_SPEED_SHARE = 0.5
+"""Largest share of the time for the first half, as long as it has its least rounds."""
+_TRAINING_STARTS = 5.0
+"""Time of a training of two steps in starts of a rollout, which take longer on a slow or busy machine, too."""
 _PROMPTS, _GROUPS = "conf/prompts/repetition.jsonl", 8
 """Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay. A round takes every eighth."""
 _EXAMPLE = 2
 """The round whose first `auto` output is shown."""
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=96, seed=7)
-_LEAST_ROUNDS, _LEAST_STEPS = 5, 2
-_END_S = 12.0
-"""Seconds reserved for the checkpoint and the end of the cluster."""
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=72, seed=7)
+_LEAST_ROUNDS, _LEAST_STEPS = (5, 3), 2
+"""Rounds that suffice at least, and those at which the end of the time ends them."""
+_END_STEPS = 1.5
+"""Time of the last answers, the checkpoint and the end of the cluster, in training steps."""
+
+
+class Answer(NamedTuple):
+    """An output for a task."""
+
+    prompt: str
+    text: str
+    expected: str
+    reward: float
 
 
 @dataclass
@@ -69,11 +82,13 @@ class Demo:
     """A prompt, and its output in pieces of text, each with whether it was drafted."""
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
-    held_out: list[list[tuple[str, float]]] = field(default_factory=list)
-    """Outputs for prompts that are not trained on, with their rewards: before the training, and after."""
+    answers: list[list[Answer]] = field(default_factory=list)
+    """Outputs for prompts that are not trained on: before the training, and after."""
+    load: float = 0.0
+    """Load average at the end of the rounds."""
 
     def __post_init__(self) -> None:
-        self.bench = Bench(self.console)
+        self.bench = Bench(self.console, shows_turns=False)
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -109,11 +124,13 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     report = {
         "status": demo.status,
         "model": demo.model,
+        "minutes": demo.minutes,
         "seconds": round(demo.seconds, 1),
-        "load": os.getloadavg()[0],
+        "load": demo.load,
+        "cores": demo.cores,
         "results": demo.results,
         "example": demo.example,
-        "training": training_figures(demo.steps, demo.held_out),
+        "training": training_figures(demo.steps, demo.answers),
         "versions": versions(),
         "hardware": hardware(),
     }
@@ -143,22 +160,40 @@ def _measure_speed(demo: Demo, auto: Config) -> None:
     """Decode rounds of prompts without and with drafts, by turns."""
     plain = copy.deepcopy(auto)
     plain.mode = ModeName.plain
-    demo.say(f"edits of code, tables and texts, T=0, one request at a time, on {demo.cores} cores by turns")
+    demo.say(f"plain decoding and auto by turns on {demo.cores} cores: edits of code, tables and texts, T=0, batch 1")
     demo.bench.measure([Variant("plain", 1, plain), Variant("auto", 1, auto)], _rounds(demo), "")
 
 
 def _rounds(demo: Demo) -> Iterator[Workload]:
-    """The prompts of each round, until the time of the first half is over. Keeps the example when it is there."""
-    until_s, prompts = 60.0 * demo.minutes * (_SPEED_SHARE if demo.trains else 1.0), read_prompts(_PROMPTS)
+    """The prompts of each round, until `why_stop` says why not. Keeps the example when it is there."""
+    prompts = read_prompts(_PROMPTS)
     groups = [Workload("edits T=0", tuple(prompts[first::_GROUPS]), _GREEDY, n=1) for first in range(_GROUPS)]
-    begin = demo.seconds
+    start_s, begin = demo.bench.start_seconds, demo.seconds
+    until_s = 60.0 * demo.minutes - start_s
+    if demo.trains:
+        until_s = min(60.0 * demo.minutes * _SPEED_SHARE, 60.0 * demo.minutes - _TRAINING_STARTS * start_s)
     for done in count():
-        if done >= _LEAST_ROUNDS and demo.seconds + (demo.seconds - begin) / done > until_s:
-            return
+        if done:
+            plain, auto = demo.results
+            demo.say(_round_line(plain, auto))
+            round_s, left_s = (demo.seconds - begin) / done, until_s - demo.seconds
+            demo.bench.stopped = why_stop(*paired_rounds(plain, auto), round_s, left_s, _LEAST_ROUNDS)
+            demo.load = os.getloadavg()[0]
         if done == _EXAMPLE:
             output, tokenizer = demo.bench.outputs["auto"][0, 0], load_tokenizer(demo.model)
             demo.example = {"prompt": output.prompt, "pieces": pieces(output, tokenizer)}
+        if demo.bench.stopped:
+            return
         yield groups[done % _GROUPS]
+
+
+def _round_line(plain: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
+    """Speeds of the latest round, and the ratio of all."""
+    number, ratio = len(auto["rounds"]), f"{auto['ratio']:.2f}"
+    if number > 2:
+        ratio += " (95%: {:.2f} to {:.2f})".format(*auto["interval"])
+    speeds = f"plain {plain['rounds'][-1]:.1f}, auto {auto['rounds'][-1]:.1f} tokens/s"
+    return f"round {number}: {speeds}; auto / plain until now {ratio}"
 
 
 def _train(demo: Demo) -> None:
@@ -166,45 +201,50 @@ def _train(demo: Demo) -> None:
     from specactor_ray.runs.records import METRICS_FILE, read_records
     from specactor_ray.trainer.run import train
 
-    demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to them")
+    demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to the right line")
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
     places = (f"run.dir={demo.folder}", "run.name=training", f"target.model={demo.model}", f"target.cores={demo.cores}")
     config = load_config(
         "train_demo", [*places, f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}"]
     )
     tasks = [row for _, row in read_jsonl(str(config.data.path))][config.data.limit :]
-    begin = 0.0
+    most, begin = config.trainer.steps, 0.0
 
     def watch(training: Training) -> None:
         nonlocal begin
         done, trainer = training.state.step, training.config.trainer
-        if done == 1:
+        if 0 < done < trainer.steps:  # else its last checkpoint is written
             step_s = demo.seconds - begin
-            trainer.steps = plan_steps(step_s, 60.0 * demo.minutes - _END_S - demo.seconds, trainer.steps)
-            demo.say(f"step 1 took {step_s:.1f} s: {trainer.steps} steps in the time left")
+            trainer.steps = plan_steps(done, step_s, 60.0 * demo.minutes - demo.seconds, most)
+            if done == 1:
+                demo.say(f"step 1 took {step_s:.1f} s: {trainer.steps} steps in the time left")
         if done in (0, trainer.steps):
             outputs = training.rollout.generate([task["prompt"] for task in tasks])
-            answers = (tasks[one.prompt_index]["answer"] for one in outputs)
-            scored = zip(outputs, answers, strict=True)
-            demo.held_out.append([(one.text, similarity(RewardSample("", one.text, answer))) for one, answer in scored])
-        if done == 0:
-            begin = demo.seconds
+            demo.answers.append([answer(tasks[one.prompt_index], one.text) for one in outputs])
+        begin = demo.seconds
 
     outcome = train(config, demo.console, watch)
     demo.steps += read_records(outcome.folder / METRICS_FILE)
     demo.status = outcome.status
 
 
-def plan_steps(step_s: float, left_s: float, most: int) -> int:
-    """Number of training steps, at most `most`, after a first one that took `step_s` seconds."""
-    return max(_LEAST_STEPS, min(1 + math.floor(left_s / step_s), most))
+def answer(task: Mapping[str, str], text: str) -> Answer:
+    """An output for a task, with its reward."""
+    line = text.strip().partition("\n")[0]
+    return Answer(task["prompt"], line, task["answer"], similarity(RewardSample("", line, task["answer"])))
+
+
+def plan_steps(done: int, step_s: float, left_s: float, most: int) -> int:
+    """Number of training steps in all, at most `most`, when the last one of those done took `step_s` seconds."""
+    return max(_LEAST_STEPS, done, min(done + math.floor(left_s / step_s - _END_STEPS), most))
 
 
 def training_figures(
-    records: Sequence[Mapping[str, Any]], held_out: Sequence[Sequence[tuple[str, float]]] = ()
+    records: Sequence[Mapping[str, Any]], answers: Sequence[Sequence[Answer]] = ()
 ) -> dict[str, Any] | None:
-    """Rewards of the steps and of prompts that are not trained on, each a mean and its standard error; shares of the
-    time, and drafts. None without a step."""
+    """Rewards of the steps and of prompts that are not trained on, each a mean and its standard error; `gain` of the
+    latter from before to after, each output beside the one with its prompt and seed; shares of the time, and drafts.
+    None without a step."""
     if not records:
         return None
     drafted, accepted = (
@@ -218,8 +258,9 @@ def training_figures(
             for one in records
             if one["train"]["reward_mean"] is not None
         ],
-        "held_out": [_mean([reward for _, reward in outputs]) for outputs in held_out],
-        "outputs": held_out,
+        "held_out": [_mean([one.reward for one in outputs]) for outputs in answers],
+        "gain": _mean([new.reward - old.reward for old, new in zip(*answers, strict=True)]) if answers[1:] else None,
+        "answers": [[one._asdict() for one in outputs] for outputs in answers],
         "rollout_share": fmean(one["speed"]["rollout_share"] for one in records),
         "acceptance_rate": accepted / max(drafted, 1),
         "acceptance_lengths": [one["speed"]["acceptance_length"] for one in records],
@@ -243,13 +284,11 @@ def pieces(output: Trajectory, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def similarity(sample: RewardSample) -> float:
-    """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal, 0.0 for an
-    empty one."""
-    line = sample.text.strip().partition("\n")[0]
-    return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio() if line else 0.0
-
-
-def similar_lines(sample: RewardSample) -> float:
-    """Similarity of an output to the answer, by lines: 1.0 where they are equal, 0.0 for an empty one."""
+    """Similarity of an output to the answer: 1.0 where they are equal, 0.0 for an empty output. An answer of one line
+    is compared with the first line of the output by characters, a longer one with the whole output by lines."""
     text, answer = sample.text.strip(), sample.answer or ""
-    return difflib.SequenceMatcher(None, text.split("\n"), answer.split("\n"), autojunk=False).ratio() if text else 0.0
+    if not text:
+        return 0.0
+    lines, right = text.split("\n"), answer.split("\n")
+    pair: tuple[Sequence[str], Sequence[str]] = (lines[0], answer) if len(right) == 1 else (lines, right)
+    return difflib.SequenceMatcher(None, *pair, autojunk=False).ratio()

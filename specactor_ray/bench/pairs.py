@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.bench.verdict import verdict
+from specactor_ray.bench.verdict import Round, verdict
 from specactor_ray.transport.messages import RequestStats
 
 PLAIN, DRAFTED = "plain", "drafted"
@@ -23,6 +23,8 @@ class Drafts:
     """Draft method → draft tokens that followed right ones, and those of them that were right."""
     supplied: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Requests with a draft, summed over steps, and all requests in steps in which drafts were not suspended."""
+    best_length: float = 1.0
+    """Largest acceptance length of an output."""
 
 
 @dataclass
@@ -91,6 +93,7 @@ def _drafts_of(pair: StepPair, way: str) -> dict[str, Any]:
         "by_method": {method: list(counts) for method, counts in drafts.stats.by_method.items()},
         "judged": drafts.judged,
         "supplied": drafts.supplied,
+        "best_length": drafts.best_length,
     }
 
 
@@ -111,12 +114,12 @@ def parts_of(steps: Sequence[Mapping[str, Any]], parts: Sequence[int]) -> list[d
 def _part_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     drafts = _summed_drafts([(one["tokens"], one) for one in steps])
     paired = [one for one in steps if one["plain_s"] is not None]
-    length, plain_s = drafts["acceptance_length"], sum(one["plain_s"] for one in paired)
+    most, plain_s = drafts["best_length"], sum(one["plain_s"] for one in paired)
     also = {}
     for way in steps[0]["also"]:
         also[way] = _summed_drafts([(one["tokens"], one["also"][way]) for one in steps])
         seconds = [(one["plain_s"], one["also"][way]["seconds"]) for one in paired]
-        also[way]["rollout"] = _ratio(seconds, also[way]["acceptance_length"], f"rollout, {way}")
+        also[way]["rollout"] = _ratio(seconds, also[way]["best_length"], f"rollout, {way}")
     whole = [(one["plain_step_s"], one["drafted_step_s"]) for one in paired]
     rewards = [one["reward"] for one in steps if one["reward"] is not None]
     return {
@@ -128,8 +131,8 @@ def _part_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "drafted_tokens_per_s": sum(one["tokens"] for one in steps) / sum(one["drafted_s"] for one in steps),
         "rollout_share": plain_s / sum(one["plain_step_s"] for one in paired) if paired else None,
         **drafts,
-        "rollout": _ratio([(one["plain_s"], one["drafted_s"]) for one in paired], length, "rollout"),
-        "step": _ratio(whole, length, "whole steps"),
+        "rollout": _ratio([(one["plain_s"], one["drafted_s"]) for one in paired], most, "rollout"),
+        "step": _ratio(whole, most, "whole steps"),
         "also": also,
     }
 
@@ -142,13 +145,15 @@ def _summed_drafts(steps: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, 
         "by_method": _summed([one["by_method"] for _, one in steps]),
         "judged": _summed([one["judged"] for _, one in steps]),
         "supplied": [sum(pair) for pair in zip(*(one["supplied"] for _, one in steps), strict=True)],
+        "best_length": max(one["best_length"] for _, one in steps),
     }
 
 
-def _ratio(seconds: Sequence[tuple[float, float]], length: float, subject: str) -> dict[str, Any] | None:
+def _ratio(seconds: Sequence[tuple[float, float]], most: float, subject: str) -> dict[str, Any] | None:
     """The verdict on pairs of plain and drafted seconds; they are of the same tokens, so their speeds are
     reciprocals."""
-    return verdict([(1.0 / plain, 1.0 / drafted) for plain, drafted in seconds], length, subject) if seconds else None
+    rounds = [Round(1.0 / plain, 1.0 / drafted) for plain, drafted in seconds]
+    return verdict(rounds, subject, most) if rounds else None
 
 
 def _summed(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.bench.variants import Variant, auto_of, plan_variants, side_by_side
-from specactor_ray.bench.verdict import verdict
+from specactor_ray.bench.verdict import Round, verdict
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
@@ -150,15 +150,21 @@ def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:
 
 
 class Bench:
-    """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch."""
+    """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch.
+    With `shows_turns` the console has a line or a bar for each turn."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, shows_turns: bool = True) -> None:
+        self._console, self._shows_turns = console, shows_turns
         self.measured: list[dict[str, Any]] = []
         """Figures of every variant and round so far."""
         self.outputs: dict[str, Outputs] = {}
         """Outputs of the latest round of each variant, by its label."""
+        self.stopped = ""
+        """Why the rounds ended, if that is worth a word; see `verdict`."""
+        self.start_seconds = 0.0
+        """Seconds that the start of the latest variant took."""
         self._references: dict[tuple[Workload, int], Outputs] = {}
+        self._works: dict[Workload, int] = {}
 
     def measure(self, variants: Sequence[Variant], rounds: Iterable[Workload], title: str) -> None:
         """Start the actors of all variants, warm up, time the workload of every round by turns, end the actors. Rounds
@@ -173,7 +179,8 @@ class Bench:
                 begin = time.monotonic()
                 rollout = stack.enter_context(Rollout(variant.config))
                 rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
-                running.append((variant, rollout, time.monotonic() - begin))
+                self.start_seconds = time.monotonic() - begin
+                running.append((variant, rollout, self.start_seconds))
             done = Counter[str]()
             for workload in rounds:
                 for variant, rollout, start_seconds in reversed(running) if done[workload.name] % 2 else running:
@@ -199,6 +206,8 @@ class Bench:
                 "workload": workload.name,
                 "start_seconds": round(start_seconds, 2),
                 **figures_of(len(outputs), tokens, seconds, metrics),
+                "work": self._works.setdefault(workload, len(self._works)),
+                "best_length": best_length(outputs.values(), variant),
                 "failures": dict(failures),
                 "actors": actors,
                 "differences": differences(reference, outputs),
@@ -208,7 +217,9 @@ class Bench:
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
         order = list(dict.fromkeys(one["workload"] for one in self.measured))
-        return with_ratios(sorted(merged(self.measured), key=lambda m: (m["batch"], order.index(m["workload"]))))
+        return with_ratios(
+            sorted(merged(self.measured), key=lambda m: (m["batch"], order.index(m["workload"]))), self.stopped
+        )
 
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[Outputs, Counter[str]]:
         outputs, failures = dict[Place, "Trajectory"](), Counter[str]()
@@ -218,7 +229,8 @@ class Bench:
             tokens = rollout.committed_tokens - before
             return (len(outputs), failures.total(), tokens, rollout.metrics().acceptance_length)
 
-        with rollout_progress(self._console, title, len(workload.prompts) * workload.n, read):
+        shown = rollout_progress(self._console, title, len(workload.prompts) * workload.n, read)
+        with shown if self._shows_turns else nullcontext():
             for one in rollout.stream(workload.prompts, workload.sampling, workload.n):
                 outputs[one.prompt_index, one.sample_index] = one
                 if one.finish_reason == "error":
@@ -278,20 +290,45 @@ def merged(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for group in groups.values():
         requests, tokens, seconds = (sum(one[name] for one in group) for name in ("requests", "tokens", "seconds"))
         metrics = RolloutMetrics.merge(one["metrics"] for one in group)
-        differences = [one["differences"] for one in group]
+        differences, works = [one["differences"] for one in group], {one["work"] for one in group}
         together = {
             **figures_of(requests, tokens, seconds, metrics),
             "rounds": [one["tokens_per_s"] for one in group],
+            "round_lengths": [one["metrics"]["acceptance_length"] for one in group] if len(works) > 1 else None,
+            "best_length": max((one["best_length"] for one in group if one["best_length"]), default=None),
             "differences": [*itertools.chain(*differences)],
         }
         results.append({**group[-1], **together})
     return results
 
 
-def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def best_length(outputs: Iterable[Trajectory], variant: Variant) -> float | None:
+    """Acceptance length of the best request, the largest ratio that drafts can bring: it may be the one that runs
+    longest. None if requests run one at a time, where it is the acceptance length of all."""
+    if variant.batch * variant.config.target.replicas == 1:
+        return None
+    return max(map(acceptance_length, outputs), default=1.0)
+
+
+def acceptance_length(output: Trajectory) -> float:
+    """Tokens per step of one output; 1 without a step."""
+    stats = output.stats
+    return max((output.num_own_tokens + stats.discarded) / stats.steps, 1.0) if stats.steps else 1.0
+
+
+def paired_rounds(base: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[list[Round], float]:
+    """The rounds of two results of `merged` in pairs, without those in which one of them gave no token; and the
+    acceptance length of all, if they are of different work, else 1."""
+    lengths = result["round_lengths"] or [1.0] * len(result["rounds"])
+    turns = zip(base["rounds"], result["rounds"], lengths, strict=False)
+    rounds = [Round(plain, drafted, max(length, 1.0)) for plain, drafted, length in turns if min(plain, drafted) > 0.0]
+    return rounds, max(result["metrics"]["acceptance_length"], 1.0) if result["round_lengths"] else 1.0
+
+
+def with_ratios(results: Sequence[Mapping[str, Any]], stopped: str = "") -> list[dict[str, Any]]:
     """The results of `merged` with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and
-    workload) added; those with drafts also with the `verdict` of their rounds beside the baseline,
-    its `outcome` and its `interval`."""
+    workload) added; those with drafts also with the `verdict` of their rounds beside the baseline, its `outcome`, its
+    `interval` and the `spread`. `stopped`: see `verdict`."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["batch"], result["workload"]), []).append(result)
@@ -304,14 +341,16 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "identical": result["requests"] - len(result["differences"]),
                 "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
                 "interval": None,
+                "spread": None,
                 "verdict": "",
                 "outcome": "",
                 "baseline": result is base,
             }
-            pairs = [pair for pair in zip(base["rounds"], result["rounds"], strict=False) if min(pair) > 0.0]
-            if pairs and result["mode"] != ModeName.plain.value:
+            rounds, length = paired_rounds(base, result)
+            if rounds and result["mode"] != ModeName.plain.value:
                 subject = f"for {workload.replace(' T=', ' at T=')}, batch {batch}, {result['variant']}"
-                added |= verdict(pairs, max(result["metrics"]["acceptance_length"], 1.0), subject)
+                most = max(result["best_length"] or 1.0, result["metrics"]["acceptance_length"])
+                added |= verdict(rounds, subject, most, length, stopped)
             found.append({**result, **added})
     return found
 

@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.bench.pairs import DRAFTED, PLAIN, Drafts, StepPair, figures_of, parts_of, thirds
-from specactor_ray.bench.rollout_modes import differences
+from specactor_ray.bench.rollout_modes import acceptance_length, differences
 from specactor_ray.bench.variants import with_cores_of
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.load import from_mapping
@@ -107,6 +107,7 @@ class PairedMaker:
                     RequestStats.total(trajectory.stats for trajectory in made[way].trajectories),
                     judged_between(before[0], one.drafters()),
                     supplied_of(one.metrics().since(before[1])),
+                    max(map(acceptance_length, made[way].trajectories), default=1.0),
                 )
         drafted = made[DRAFTED]
         lengths = [one.num_own_tokens for one in drafted.trajectories]

@@ -36,13 +36,13 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     (plain, auto), training = report["results"], report["training"]
-    assert [len(one["rounds"]) for one in (plain, auto)] == [5, 5]
-    assert plain["identical"] == auto["identical"] == auto["requests"] == 10
+    assert [len(one["rounds"]) for one in (plain, auto)] == [3, 3]
+    assert plain["identical"] == auto["identical"] == auto["requests"] == 6
     assert auto["interval"][0] <= auto["ratio"] <= auto["interval"][1] <= auto["metrics"]["acceptance_length"] + 1e-4
     assert training["steps"] == len(training["rewards"]) == 2 and training["samples"] == 16
-    assert [len(outputs) for outputs in training["outputs"]] == [16, 16] and report["example"]["pieces"]
+    assert [len(outputs) for outputs in training["answers"]] == [16, 16] and report["example"]["pieces"]
     for words in (
-        "round 5: plain",
+        "round 3: plain",
         "GRPO",
         ": 2 steps in the time left",
         "step 2/2: reward",
@@ -50,7 +50,7 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     ):
         assert words in done.stderr
     assert done.stderr.count("starting Ray\n") == 1
-    assert "10 of 10" in done.stdout and "in 2 steps of 16 samples" in done.stdout and "-0.0" not in done.stdout
+    assert "6 of 6" in done.stdout and "in 2 steps of 16 samples" in done.stdout and "-0.0" not in done.stdout
     train = next(line for line in done.stdout.splitlines() if "specactor train " in line)
     _, command, option, file, *overrides = shlex.split(train)
     assert (command, option) == ("train", "--config")

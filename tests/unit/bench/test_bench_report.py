@@ -19,6 +19,7 @@ from specactor_ray.bench.rollout_modes import (
     Place,
     Workload,
     all_identical,
+    best_length,
     differences,
     figures_of,
     merged,
@@ -43,6 +44,8 @@ from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.startup.machine import Machine, devices_of
+from specactor_ray.transport.messages import RequestStats
+from tests.fakes.trajectories import trajectory
 from tests.refused import refused
 
 HEALTH = {
@@ -230,6 +233,9 @@ def measured(
         **figures_of(16, 32, 1.0, metrics),
         "tokens_per_s": tokens_per_s,
         "rounds": [tokens_per_s] * 3,
+        "round_lengths": None,
+        "work": 0,
+        "best_length": None,
         "failures": {},
         "differences": found,
     }
@@ -267,7 +273,36 @@ class TestReport:
         assert auto["identical"] == 45, "a difference in each round"
         low, high = auto["interval"]
         assert low < auto["ratio"] < high and plain["interval"] is None
-        assert "drafts pay (1.27 of plain decoding, " in auto["verdict"] and plain["verdict"] == ""
+        assert "drafts pay: 1.27 times as fast as plain decoding (95%: " in auto["verdict"] and plain["verdict"] == ""
+
+    def test_rounds_of_different_prompts_are_compared_by_their_acceptance_lengths(self) -> None:
+        turns = []
+        for work, tokens in enumerate((60, 120)):
+            metrics = RolloutMetrics(steps=40, row_steps=40, committed_tokens=tokens)
+            for label, speed in (("plain", 10.0), ("auto", 10.0 * tokens / 40)):
+                figures = figures_of(1, tokens, tokens / speed, metrics)
+                turns.append({**measured(label, 1, speed), **figures, "work": work})
+        _, auto = with_ratios(merged(turns))
+        assert auto["round_lengths"] == [1.5, 3.0] and auto["interval"] == [auto["ratio"], auto["ratio"]] == [2.25] * 2
+        _, auto = with_ratios(merged([{**one, "work": 0} for one in turns]))
+        assert auto["round_lengths"] is None and auto["interval"][0] < 1.0
+
+    def test_the_best_request_limits_the_ratio_of_a_batch(self) -> None:
+        outputs = [
+            trajectory(range(12), stats=RequestStats(steps=3)),
+            trajectory(range(10), stats=RequestStats(steps=10)),
+            trajectory(()),
+        ]
+        assert best_length(outputs, Variant("auto", 4, config())) == 4.0, "it may be the one that runs longest"
+        assert best_length([], Variant("auto", 4, config())) == 1.0
+        assert best_length(outputs, Variant("auto", 1, config())) is None
+        turns = [{**measured("plain", 4, 20.0), "best_length": 1.0}]
+        turns += [{**measured("auto", 4, 90.0), "best_length": best} for best in (4.0, 3.5)]
+        (_, auto), (_, alone) = (
+            with_ratios(merged([{**one, "best_length": best(one)} for one in turns]))
+            for best in (lambda one: one["best_length"], lambda one: None)
+        )
+        assert (auto["ratio"], alone["ratio"]) == (4.0, 1.5), "one at a time it is the acceptance length"
 
     def test_the_tables_say_it_all(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0), measured("decoupled 1x1 + 1", 4, 60.0, differing=2)])

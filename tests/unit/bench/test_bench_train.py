@@ -23,9 +23,9 @@ from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 
 
-def drafts(accepted: int, method: str = "suffix") -> Drafts:
+def drafts(accepted: int, method: str = "suffix", best: float = 2.5) -> Drafts:
     stats = RequestStats(100 - accepted, 60, accepted, 0, {method: (60, accepted)})
-    return Drafts(stats, {method: [80, accepted]}, [30.0, 40.0])
+    return Drafts(stats, {method: [80, accepted]}, [30.0, 40.0], best)
 
 
 def pair(step: int, plain_s: float | None, drafted_s: float, accepted: int = 50, **changed: Any) -> StepPair:
@@ -86,7 +86,7 @@ def three_rollouts() -> list[dict[str, Any]]:
             4.5,
             40 + 10 * step,
             sync_s={PLAIN: 1.0, DRAFTED: 1.0, "frozen": 1.0},
-            drafts={DRAFTED: drafts(40 + 10 * step, "eagle"), "frozen": drafts(20, "eagle")},
+            drafts={DRAFTED: drafts(40 + 10 * step, "eagle"), "frozen": drafts(20, "eagle", 1.25)},
             more_s={"frozen": 6.0},
         )
         for step in (1, 2, 3, 4)
@@ -105,7 +105,7 @@ def test_each_rollout_has_its_acceptance_by_epoch_also_in_steps_without_plain_de
     assert epochs[0]["also"]["frozen"]["acceptance_length"] == 100 / 80
     assert epochs[0]["rollout"]["ratio"] == 2.0 and epochs[0]["plain_tokens_per_s"] == 100 / 9.0
     assert epochs[0]["also"]["frozen"]["rollout"]["ratio"] == 1.25, (
-        "9 / 6, of which the acceptance length explains 1.25"
+        "9 / 6, of which the acceptance length of the best output explains 1.25"
     )
     text = shown(history_table(epochs, "eagle taught"))
     assert "69% / 75% / 2.22" in text and "25% / 75% / 1.25" in text and "0.500" in text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.bench.demo import similar_lines
+from specactor_ray.bench.demo import similarity
 from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.trainer.rewards import RewardSample
 
@@ -33,6 +33,6 @@ def test_an_answer_is_code_with_one_name_replaced(functions: int) -> None:
     compile(task["answer"], "answer", "exec")
     assert task["answer"].count("def ") == functions and not re.search(rf"\b{old}\b", task["answer"])
     assert re.sub(rf"\b{new}\b", old, task["answer"]) == code
-    assert similar_lines(RewardSample("", f"\n{task['answer']}\n", task["answer"])) == 1.0
-    assert 0.0 < similar_lines(RewardSample("", code, task["answer"])) < 1.0
-    assert similar_lines(RewardSample("", "", task["answer"])) == 0.0
+    assert similarity(RewardSample("", f"\n{task['answer']}\n", task["answer"])) == 1.0
+    assert 0.0 < similarity(RewardSample("", code, task["answer"])) < 1.0
+    assert similarity(RewardSample("", "", task["answer"])) == 0.0
