@@ -161,7 +161,7 @@ def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tupl
     chosen.target.max_batch = -(-batch * config.target.replicas // replicas)
     chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
     beside = f" + {draft_cores(acting_drafters(config))}" if mode is ModeName.decoupled else ""
-    gpus = f" on {devices_of(chosen).gpus} GPUs" if chosen.target.gpus else ""
+    gpus = f" on {devices_of(chosen).gpus} GPU(s)" if chosen.target.gpus else ""
     return Variant(f"{name} {replicas}x{cores}{beside}{gpus}", batch, chosen)
 
 

@@ -170,7 +170,7 @@ class TestOnGpus:
 
     def test_one_gpu_is_shared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         variants, notes = self.planned(1, monkeypatch)
-        assert [one.label for one in variants] == ["plain 1x6 on 1 GPUs", "coupled 1x6 on 1 GPUs"]
+        assert [one.label for one in variants] == ["plain 1x6 on 1 GPU(s)", "coupled 1x6 on 1 GPU(s)"]
         assert [devices_of(one.config).gpus for one in variants] == [1, 1]
         (note,) = notes
         assert note.startswith("decoupled: left out, there is no GPU for draft_model")
@@ -178,7 +178,7 @@ class TestOnGpus:
     def test_of_two_gpus_the_drafter_gets_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         variants, notes = self.planned(2, monkeypatch)
         labels = ["plain 1x6 on 1", "plain 2x5 on 2", "coupled 1x6 on 1", "coupled 2x5 on 2", "decoupled 1x5 + 1 on 2"]
-        assert [one.label for one in variants] == [f"{label} GPUs" for label in labels]
+        assert [one.label for one in variants] == [f"{label} GPU(s)" for label in labels]
         assert [one.config.target.max_batch for one in variants] == [4, 2, 4, 2, 4]
         drafter = variants[-1].config.drafters[0]
         assert (drafter.gpus, drafter.dtype) == (1, "bfloat16") and notes[0].startswith("drafters.0.gpus=1")
