@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftEndpoint
+from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import Thread
 from specactor_ray.core.metrics import drafter_rows, verifier_rows
 from specactor_ray.draft.loop import DraftLoop
@@ -30,7 +31,7 @@ class LoopActor(Generic[L]):
 
     def __init__(self, spec: ActorSpec, host: ActorHost | None = None) -> None:
         self._spec = spec
-        self._host = host or ActorHost()
+        self._host = host or _make_host(spec.config)
         self._made: Future[L] = Future()
         self._thread: Thread | None = None
         self._lock = threading.Lock()
@@ -96,6 +97,14 @@ class LoopActor(Generic[L]):
         if self._thread is None:
             raise RuntimeError(f"{self._spec.actor_id} was not started")
         return self._host.clock.result(self._made, float("inf"))
+
+
+def _make_host(config: Config) -> ActorHost:
+    if config.paced.device is None:
+        return ActorHost()
+    from specactor_ray.simulation.paced import PacedHost
+
+    return PacedHost(config.paced)
 
 
 class VerifierActor(LoopActor[VerifyLoop]):

@@ -46,6 +46,8 @@ WARM_UP_PROMPTS: list[Prompt] = ["Name three colours.", "Count from one to five.
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
 _MEMORY_SHARE = 0.7
 """Most of the free memory for variants that run side by side."""
+_PACED_PROMPTS = 4
+"""Prompts of a workload for paced devices, at least; batches above it have as many as requests run at once."""
 Place = tuple[int, int]
 """Prompt index and sample index, which identify a request in two rollouts."""
 Outputs = Mapping[Place, "Trajectory"]
@@ -110,6 +112,7 @@ def run_bench(
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
+    parts = {batch: [_part(one, batch) if config.paced.device else one for one in workloads] for batch in batches}
     if not _fit_together(groups):
         notes.append("the variants run one after the other, not by turns: a slower minute counts for one of them alone")
         groups = [[one] for one in variants]
@@ -117,7 +120,7 @@ def run_bench(
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output) | {"rounds": rounds, "notes": notes}
-    bench, turns = Bench(console), [workload for workload in workloads for _ in range(rounds)]
+    bench = Bench(console)
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
@@ -127,17 +130,39 @@ def run_bench(
                 cluster.num_cpus = max(sum(one.total_cores for one in group) for group in groups)
             with connect(cluster):
                 for number, group in enumerate(groups, start=1):
+                    turns = [workload for workload in parts[group[0].batch] for _ in range(rounds)]
                     bench.measure(group, turns, f"[{number}/{len(groups)}] batch {group[0].batch}, ")
+            report["results"] = _with_simulation(config, variants, bench, console)
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
     finally:
-        report["results"] = bench.results()
+        report.setdefault("results", bench.results())
         if report["results"]:
             write_json(output, report, new=True)
         else:
             remove_if_empty(*made)
     return report
+
+
+def _part(workload: Workload, batch: int) -> Workload:
+    """The prompts of a workload for paced devices, on which a rollout of one request at a time takes long."""
+    return replace(workload, prompts=workload.prompts[: max(batch, _PACED_PROMPTS)])
+
+
+def _with_simulation(
+    config: Config, variants: Sequence[Variant], bench: Bench, console: Console
+) -> list[dict[str, Any]]:
+    """The results, with the simulator's where devices are paced."""
+    if not config.paced.device:
+        return bench.results()
+    from specactor_ray.bench.paced import beside_simulation
+    from specactor_ray.models.loading import load_model_config
+
+    say(console, "simulating the same rollouts")
+    vocab_size = load_model_config(config.target.model, trust_remote_code=config.target.trust_remote_code).vocab_size
+    outputs_of = {(one.name, batch): list(outputs.values()) for (one, batch), outputs in bench.references.items()}
+    return beside_simulation(bench.results(), variants, outputs_of, vocab_size)
 
 
 def _fit_together(groups: Sequence[Sequence[Variant]]) -> bool:
@@ -163,7 +188,8 @@ class Bench:
         """Why the rounds ended, if that is worth a word; see `verdict`."""
         self.start_seconds = 0.0
         """Seconds that the start of the latest variant took."""
-        self._references: dict[tuple[Workload, int], Outputs] = {}
+        self.references: dict[tuple[Workload, int], Outputs] = {}
+        """Outputs of the first variant of each workload and batch, plain decoding."""
         self._works: dict[Workload, int] = {}
 
     def measure(self, variants: Sequence[Variant], rounds: Iterable[Workload], title: str) -> None:
@@ -197,7 +223,7 @@ class Bench:
         begin = time.monotonic()
         outputs, failures = self._roll_out(rollout, workload, title)
         seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
-        reference = self._references.setdefault((workload, variant.batch), outputs)
+        reference = self.references.setdefault((workload, variant.batch), outputs)
         self.outputs[variant.label] = outputs
         tokens = sum(len(output.token_ids) for output in outputs.values())
         self.measured.append(

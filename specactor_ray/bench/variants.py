@@ -121,10 +121,10 @@ def with_cores_of(auto: Config, config: Config) -> Config:
 
 def _variants(config: Config, mode: str, batch: int, auto: Config, left_out: list[str]) -> Iterator[Variant]:
     target = config.target
-    all_cores = (target.replicas, target.cores + _extra_cores(config))
+    all_cores = (target.replicas, target.cores + (0 if config.paced.device else _extra_cores(config)))
     if mode == "plain":
-        more = _more_verifiers(config, batch, mode, left_out)
-        fewest = [] if target.gpus else [(target.replicas, target.tensor_parallel)]
+        more = () if config.paced.device else _more_verifiers(config, batch, mode, left_out)
+        fewest = [] if target.gpus or config.paced.device else [(target.replicas, target.tensor_parallel)]
         for layout in dict.fromkeys([all_cores, *more, *fewest]):
             yield _variant(config, ModeName.plain, batch, "plain", layout)
     elif mode == "auto":
@@ -134,7 +134,8 @@ def _variants(config: Config, mode: str, batch: int, auto: Config, left_out: lis
         )
     elif mode == "fon":
         yield _variant(config, ModeName.decoupled, batch, "fon")
-        yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
+        if not config.paced.device:
+            yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
     else:
         for number, drafter in enumerate(config.drafters):
             name = mode if len(config.drafters) == 1 else f"{mode} {drafter.method}"
@@ -162,7 +163,16 @@ def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tupl
     chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
     beside = f" + {draft_cores(acting_drafters(config))}" if mode is ModeName.decoupled else ""
     gpus = f" on {devices_of(chosen).gpus} GPU(s)" if chosen.target.gpus else ""
+    if config.paced.device:
+        verifying, drafting = emulated_gpus(chosen)
+        cores, beside = verifying // replicas, f" + {drafting}" if drafting else ""
     return Variant(f"{name} {replicas}x{cores}{beside}{gpus}", batch, chosen)
+
+
+def emulated_gpus(config: Config) -> tuple[int, int]:
+    """Emulated GPUs of the verifiers and of the draft actors, see `PacedConfig`."""
+    models = sum(one.replicas for one in acting_drafters(config) if one.model)
+    return config.target.replicas * config.paced.target_gpus, models * config.paced.drafter_gpus
 
 
 def _method_alone(config: Config, drafter: DrafterConfig) -> Config:

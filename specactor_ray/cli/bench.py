@@ -19,6 +19,7 @@ from specactor_ray.cli.options import (
 from specactor_ray.cli.report import (
     difference_lines,
     draft_table,
+    paced_table,
     reason_lines,
     speed_table,
     time_table,
@@ -26,6 +27,8 @@ from specactor_ray.cli.report import (
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 
+_PACED = "paced_32b"
+"""Shipped configuration of `--paced`."""
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 
 
@@ -39,12 +42,13 @@ def bench_rollout(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
     modes: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What to compare: plain; auto, as in rollout; coupled and (draft actors) decoupled with each method; "
-            "fon with all."
+            "fon with all. Default: plain,auto,coupled,decoupled; with --paced fon in place of auto.",
+            show_default=False,
         ),
-    ] = "plain,auto,coupled,decoupled",
+    ] = None,
     prompts: Annotated[
         list[Path] | None, typer.Option(help="Prompts; may be repeated. Default: data.path.", show_default=False)
     ] = None,
@@ -53,6 +57,19 @@ def bench_rollout(
     ] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes, as in 1,4,16. Default: target.max_batch.", show_default=False)
+    ] = None,
+    paced: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Forwards last as long as those of large models on this device, such as h100, and the simulator's "
+            "figures are beside the measured ones. Default of --config: paced_32b.",
+            show_default=False,
+        ),
+    ] = None,
+    stretch: Annotated[
+        float | None,
+        typer.Option(help="Factor of all durations of --paced. Default: paced.stretch.", min=1, show_default=False),
     ] = None,
     rounds: Annotated[
         int, typer.Option(help="Measurements of each variant, by turns; 1 gives no interval.", min=1)
@@ -63,8 +80,16 @@ def bench_rollout(
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores, and conclude whether drafts pay; exit code 1 if any token
     differs from plain decoding."""
-    settings, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
-    chosen = parse_modes(modes)
+    items = [*(overrides or ()), "target.record_margins=true"]
+    if paced is not None:
+        config_file = config_file or Path(_PACED)
+        items += [f"paced.device={paced}", *([f"paced.stretch={stretch}"] if stretch is not None else ())]
+    elif stretch is not None:
+        raise InputError("--stretch is for --paced, such as --paced h100")
+    settings, progress = load_settings(config_file, items)
+    if settings.paced.device is not None:
+        modes, batch = modes or "plain,coupled,decoupled,fon", batch or "1,4,16"
+    chosen = parse_modes(modes or "plain,auto,coupled,decoupled")
     batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []
     from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
@@ -129,7 +154,8 @@ def _show(report: Mapping[str, Any]) -> None:
     if not results:
         say(console, "interrupted before the first variant was measured; no report was written")
         return
-    for table in filter(None, (speed_table(results), draft_table(results), time_table(results))):
+    tables = speed_table(results), draft_table(results), time_table(results), paced_table(report)
+    for table in filter(None, tables):
         console.print(table)
     if report["status"] == "interrupted":
         say(console, f"interrupted: the {len(results)} variants above were measured")

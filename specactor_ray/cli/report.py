@@ -221,6 +221,35 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     return _bench_table("ms per step of a verifier", results, rows)
 
 
+def paced_table(report: Mapping[str, Any]) -> Table | None:
+    """Paced devices in their own time, beside the simulator; None without."""
+    results = [result for result in report["results"] if "simulated" in result]
+    if not results:
+        return None
+    stretch, plain = report["config"]["paced"]["stretch"], dict[tuple[int, str], float]()
+    for one in (one for one in results if one["baseline"]):
+        plain[one["batch"], one["workload"]] = one["tokens_per_s"] / one["gpus"]
+    rows = (
+        {
+            "GPUs": f"{one['gpus']}",
+            "tokens/s": f"{stretch * one['tokens_per_s']:.0f}",
+            "simulated": f"{stretch * one['simulated']['tokens_per_s']:.0f}",
+            "error": f"{one['error']:+.1%}",
+            "x plain": f"{one['ratio']:.2f}",
+            "per GPU": f"{one['tokens_per_s'] / one['gpus'] / plain[one['batch'], one['workload']]:.2f}",
+            "acc. length": f"{one['metrics']['acceptance_length']:.2f}",
+            "simulated ": f"{one['simulated']['acceptance_length']:.2f}",
+            "ms a forward": f"{one['ms_per_step']['forward'] / stretch:.2f}",
+            " simulated": f"{one['simulated']['forward_ms'] / stretch:.2f}",
+        }
+        for one in results
+    )
+    caption = (
+        f"durations divided by paced.stretch ({stretch:g}). variant: verifiers x GPUs of each, + GPUs of draft actors."
+    )
+    return _bench_table(f"paced devices ({report['config']['paced']['device']})", results, rows, caption)
+
+
 def _bench_table(
     title: str, results: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, str]], caption: str | None = None
 ) -> Table:

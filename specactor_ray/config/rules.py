@@ -27,6 +27,7 @@ Problem = tuple[str, str, str]
 """Key, problem and fix."""
 _TRAINING_SECTIONS = ("algorithm", "reward", "environment", "evaluation", "trainer", "checkpoint", "tracking")
 """Sections that a rollout does not use."""
+_LOOKUPS = ("ngram", "suffix")
 _SMALLEST_SHARE = 0.01
 """Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
 
@@ -77,6 +78,7 @@ def validate(config: Config) -> None:
         _of_engine_arguments(target),
         _of_accelerator("target", target.accelerator, target.gpus),
         _of_drafting(config),
+        _of_paced(config),
         *(_of_drafter(drafter, f"drafters.{index}") for index, drafter in enumerate(config.drafters)),
     ):
         _raise_first(problems)
@@ -228,6 +230,21 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
         if drafter.hosted and not is_hosted(drafter, mode, f"drafters.{index}"):
             problem = f"true, but verifiers run models only in mode=coupled, and mode is {mode.value!r}."
             yield f"drafters.{index}.hosted", problem, "leave it out, or use mode=coupled."
+
+
+def _of_paced(config: Config) -> Iterator[Problem]:
+    if config.paced.device is None:
+        return
+    if config.target.backend != "hf":
+        yield "target.backend", f"{config.target.backend} steps cannot be paced (paced.device).", "use hf."
+    for index, drafter in enumerate(config.drafters):
+        if drafter.method not in (*_LOOKUPS, "draft_model"):
+            fix = f"use draft_model, {' or '.join(_LOOKUPS)}."
+            yield f"drafters.{index}.method", f"{drafter.method} cannot be paced (paced.device).", fix
+        if drafter.gpus:
+            yield f"drafters.{index}.gpus", "paced devices are emulated on CPUs (paced.device).", "use 0."
+    if config.target.gpus:
+        yield "target.gpus", "paced devices are emulated on CPUs (paced.device).", "use 0."
 
 
 def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:

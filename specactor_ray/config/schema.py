@@ -333,6 +333,25 @@ class DataConfig:
 
 
 @dataclass
+class PacedConfig:
+    """Paced devices: models on CPUs compute real tokens, and their forwards last as long as those of other models on
+    GPUs (`specactor bench rollout --paced`)."""
+
+    device: str | None = not_empty()
+    """Hardware file of the emulated GPUs, such as h100; null: forwards take their own time."""
+    stretch: float = positive(40.0)
+    """Factor of all durations, with which this machine's forwards end in time."""
+    target: str = "qwen2.5-32b"
+    """Emulated target, a shape of conf/simulation/hardware/models.yaml."""
+    target_gpus: int = at_least(1, default=4)
+    """Emulated GPUs of each verifier."""
+    drafter: str = "qwen2.5-0.5b"
+    """Emulated model of `draft_model`. Lookups take their own time."""
+    drafter_gpus: int = at_least(1, default=1)
+    """Emulated GPUs of each draft actor; a hosted drafter is on those of its verifier."""
+
+
+@dataclass
 class Config:
     """The whole configuration of a rollout or a training run."""
 
@@ -356,6 +375,8 @@ class Config:
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Distance that drafters run ahead, and longest wait of a verifier."""
+    paced: PacedConfig = field(default_factory=PacedConfig)
+    """Emulated devices."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling of tokens."""
     data: DataConfig = field(default_factory=DataConfig)

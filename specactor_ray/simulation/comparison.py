@@ -30,7 +30,7 @@ from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Kind, Node, VirtualActor
 from specactor_ray.simulation.scenario import ScenarioConfig, labels_of, load_scenario, variant_of
 from specactor_ray.simulation.training import training_seconds
-from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, build_worlds, draw_lengths, num_requests
+from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, World, build_worlds, draw_lengths, num_requests
 from specactor_ray.startup.machine import devices_of
 
 _STANDSTILL_S = 3600.0
@@ -119,10 +119,11 @@ def price_of(scenario: ScenarioConfig, kind: int) -> float | None:
 
 
 class SimulatedRollouts(VirtualRun):
-    """The rollout of one variant. Raises ConfigError as `build_worlds`."""
+    """The rollout of one variant. `worlds`: those of its kinds of machines, default that of the scenario. Raises
+    ConfigError as `build_worlds`."""
 
-    def __init__(self, variant: str, scenario: ScenarioConfig) -> None:
-        network, self._worlds = scenario.network, build_worlds(scenario)
+    def __init__(self, variant: str, scenario: ScenarioConfig, worlds: list[World] | None = None) -> None:
+        network, self._worlds = scenario.network, worlds or build_worlds(scenario)
         training_seconds(scenario, 0, {0: 1.0})  # refuses before the rollout
         super().__init__(scenario.config, self._worlds[0], make_nodes(scenario), scenario.seed)
         self.scenario = scenario

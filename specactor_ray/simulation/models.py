@@ -191,6 +191,13 @@ _PAGE = 256
 """Tokens per page of a GPU's cache."""
 
 
+def shared_tokens(ends: np.ndarray, known: np.ndarray, rows: np.ndarray) -> int:
+    """Tokens of chains with `ends` tokens each, `(n,)`, if those of a row, `(n,)`, read their common whole pages once:
+    each branch begins past the `known` tokens of its row, `(rows,)`."""
+    common = known // _PAGE * _PAGE
+    return int((ends - common[rows]).sum() + common[np.unique(rows)].sum())
+
+
 class SimulatedProposer(BatchProposer):
     """Drafts the guesses of the world's text for its method.
 
@@ -271,8 +278,7 @@ class SimulatedProposer(BatchProposer):
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
         table.append(view, view.ends, chains, tokens, gaps)
         changed[chains.rows] = True
-        common = self._known // _PAGE * _PAGE  # of all chains of a request: each branch begins past the known tokens
-        shared = int((ends - common[chains.rows]).sum() + common[np.unique(chains.rows)].sum())
+        shared = shared_tokens(ends, self._known, chains.rows)
         seconds = 0.0
         if self._time.fusion is not None:
             mains = chains.rows[chains.numbers == MAIN]

@@ -152,6 +152,22 @@ def _thresholds(mean: float, decay: float, stretches: int) -> np.ndarray:
     return np.array([_STANDARD.inv_cdf(min(max(p, 1e-6), 1.0 - 1e-6)) for p in means])
 
 
+class RecordedText:
+    """Outputs of real requests, with the candidates of real drafters. `requests`: seed → tokens, integers `(n,)`, and
+    by method `ranks`, as those of `GeneratedText`."""
+
+    def __init__(self, vocab_size: int, requests: Mapping[int, tuple[np.ndarray, Mapping[str, np.ndarray]]]) -> None:
+        self.vocab_size, self._requests = vocab_size, requests
+
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        """See `GeneratedText.output`."""
+        return self._requests[sampling.seed][0][_positions(sampling)]
+
+    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        """See `GeneratedText.ranks`."""
+        return self._requests[sampling.seed][1][method][:, _positions(sampling)]
+
+
 def num_requests(scenario: ScenarioConfig) -> int:
     """Number of requests of a rollout, those included that wait at its end."""
     workload, target = scenario.workload, scenario.config.target
@@ -184,11 +200,11 @@ def linear(forward_s: float, position_s: float = 0.0, row_s: float = 0.0) -> Ste
     )
 
 
-_MERGE_LAYER_S = 14e-6
+MERGE_LAYER_S = 14e-6
 """Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
 and merge, with gaps of 0.8 us."""
 _STEP = linear(0.02, 0.0002)
-_LOOKUP = linear(0.0, row_s=5e-6)
+LOOKUP = linear(0.0, row_s=5e-6)
 """Time of a lookup: 3.3 us an answer and 0.74 us a committed token
 (docs/design/drafters.md)."""
 
@@ -223,7 +239,7 @@ _USUAL = DraftTime(linear(0.004))
 class World:
     """Ground truth of a simulation."""
 
-    text: GeneratedText
+    text: GeneratedText | RecordedText
     target: StepSeconds = _STEP
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → its durations; others take 4 ms per forward."""
@@ -298,7 +314,7 @@ def _draft_time(
     if forward_ms is not None and (is_lookup or drafter.model is None or isinstance(hardware, MeasuredHardware)):
         return DraftTime(linear(forward_ms / 1e3), is_lookup)
     if is_lookup:
-        return DraftTime(_LOOKUP, is_lookup)
+        return DraftTime(LOOKUP, is_lookup)
     with _keys_of(f"config.drafters.{index}"):
         if isinstance(hardware, MeasuredHardware):
             return DraftTime(hardware.cost(drafter.method, max(1, round(drafter.cores))))
@@ -309,7 +325,7 @@ def _draft_time(
     if forward_ms is not None:
         more_s = forward_ms / 1e3 - cost.seconds(1, 1, 0)
         forward = lambda *step: max(cost.seconds(*step) + more_s, 0.0)  # noqa: E731
-    return DraftTime(forward, False, cost.fusion_seconds if model.features else None, model.layers * _MERGE_LAYER_S)
+    return DraftTime(forward, False, cost.fusion_seconds if model.features else None, model.layers * MERGE_LAYER_S)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ class HfEngine:
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
 
     @classmethod
-    def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
+    def from_config(cls, config: TargetConfig, device: str = "cpu") -> Self:
         """Load the configured model; `config` has a data type and a cache size. Raises ModelLoadError."""
         from specactor_ray.models.loading import eos_token_ids, load_model
 
