@@ -233,19 +233,20 @@ def paced_table(report: Mapping[str, Any]) -> Table | None:
         {
             "GPUs": f"{one['gpus']}",
             "tokens/s": f"{stretch * one['tokens_per_s']:.0f}",
-            "simulated": f"{stretch * one['simulated']['tokens_per_s']:.0f}",
+            "sim.": f"{stretch * one['simulated']['tokens_per_s']:.0f}",
             "error": f"{one['error']:+.1%}",
             "x plain": f"{one['ratio']:.2f}",
             "per GPU": f"{one['tokens_per_s'] / one['gpus'] / plain[one['batch'], one['workload']]:.2f}",
-            "acc. length": f"{one['metrics']['acceptance_length']:.2f}",
-            "simulated ": f"{one['simulated']['acceptance_length']:.2f}",
-            "ms a forward": f"{one['ms_per_step']['forward'] / stretch:.2f}",
-            " simulated": f"{one['simulated']['forward_ms'] / stretch:.2f}",
+            "length": f"{one['metrics']['acceptance_length']:.2f}",
+            "sim. ": f"{one['simulated']['acceptance_length']:.2f}",
+            "ms": f"{one['ms_per_step']['forward'] / stretch:.2f}",
+            " sim.": f"{one['simulated']['forward_ms'] / stretch:.2f}",
         }
         for one in results
     )
     caption = (
-        f"durations divided by paced.stretch ({stretch:g}). variant: verifiers x GPUs of each, + GPUs of draft actors."
+        f"In the time of the device: durations divided by {stretch:g} (paced.stretch). sim.: the simulator's figure.\n"
+        "GPUs: of verifiers and draft actors; per GPU: relative to plain decoding. length: acceptance length. ms: a step."
     )
     return _bench_table(f"paced devices ({report['config']['paced']['device']})", results, rows, caption)
 
