@@ -49,7 +49,8 @@ def record(config: Config, outputs: Sequence[Trajectory], vocab_size: int) -> Re
     decoupled.mode = ModeName.decoupled
     ranks: dict[int, dict[str, np.ndarray]] = {number: {} for number in range(len(outputs))}
     for method, spec in drafter_specs(decoupled).items():
-        for number, found in _ranks(_proposer(spec, config.target), outputs, vocab_size).items():
+        every = replace(spec, max_batch=len(outputs), branches=MAX_BRANCHES if spec.traits.branches else 0)
+        for number, found in _ranks(_proposer(every, config.target), outputs, vocab_size).items():
             ranks[number][method] = found
     return RecordedText(
         vocab_size, {one.sampling.seed: (np.array(one.token_ids), ranks[n]) for n, one in enumerate(outputs)}
@@ -60,7 +61,7 @@ def _proposer(spec: DrafterSpec, target: TargetConfig) -> Proposer:
     spec = drafter_on_node(spec, target, "cpu")
     if spec.model is None:
         return build_proposer(spec, target, "cpu")
-    proposer = _Recorder.from_config(replace(spec, branches=MAX_BRANCHES), target, "cpu")
+    proposer = _Recorder.from_config(spec, target, "cpu")
     proposer.found = {}
     return proposer
 

@@ -246,7 +246,7 @@ def paced_table(report: Mapping[str, Any]) -> Table | None:
     )
     caption = (
         f"In the time of the device: durations divided by {stretch:g} (paced.stretch). sim.: the simulator's figure.\n"
-        "GPUs: of verifiers and draft actors; per GPU: relative to plain decoding. length: acceptance length. ms: a step."
+        "GPUs: of verifiers and draft actors. per GPU: x plain, by GPUs. length: acceptance length. ms: a step."
     )
     return _bench_table(f"paced devices ({report['config']['paced']['device']})", results, rows, caption)
 
