@@ -105,10 +105,10 @@ def run_bench(
     auto, machine = auto_of(config) if "auto" in modes else None, Machine.here()
     config, first_notes = side_by_side(config)
     variants, notes = plan_variants(config, modes, batches, auto)
-    identity = resolve(config, machine).identity
+    resolved = resolve(config, machine)
     for one in variants:
         settle_caches(one.config, machine)
-    first_notes += start_notes(variants[0].config, machine, identity)
+    first_notes += start_notes(variants[0].config, machine, resolved.identity)
     if config.data.n > 1 and any(workload.n == 1 for workload in workloads):
         notes.append(f"T=0: one sample of each prompt, as the others of data.n={config.data.n} would be its copies")
     groups = [[one for one in variants if one.batch == batch] for batch in dict.fromkeys(batches)]
@@ -132,7 +132,7 @@ def run_bench(
                 for number, group in enumerate(groups, start=1):
                     turns = [workload for workload in parts[group[0].batch] for _ in range(rounds)]
                     bench.measure(group, turns, f"[{number}/{len(groups)}] batch {group[0].batch}, ")
-            report["results"] = _with_simulation(config, variants, bench, console)
+            report["results"] = _with_simulation(config, variants, bench, resolved.vocabulary, console)
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
@@ -151,16 +151,14 @@ def _part(workload: Workload, batch: int) -> Workload:
 
 
 def _with_simulation(
-    config: Config, variants: Sequence[Variant], bench: Bench, console: Console
+    config: Config, variants: Sequence[Variant], bench: Bench, vocab_size: int, console: Console
 ) -> list[dict[str, Any]]:
     """The results, with the simulator's where devices are paced."""
     if not config.paced.device:
         return bench.results()
     from specactor_ray.bench.paced import beside_simulation
-    from specactor_ray.models.loading import load_model_config
 
     say(console, "simulating the same rollouts")
-    vocab_size = load_model_config(config.target.model, trust_remote_code=config.target.trust_remote_code).vocab_size
     outputs_of = {(one.name, batch): list(outputs.values()) for (one, batch), outputs in bench.references.items()}
     return beside_simulation(bench.results(), variants, outputs_of, vocab_size)
 

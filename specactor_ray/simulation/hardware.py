@@ -30,6 +30,7 @@ import yaml
 from specactor_ray.config.fields import at_least, not_empty, positive
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
+from specactor_ray.config.schema import PacedConfig
 from specactor_ray.core.errors import ConfigError, did_you_mean
 from specactor_ray.plan.costs import StepTimes, load_costs
 
@@ -258,6 +259,14 @@ def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
         return load_as(DeviceSpec, path)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.key}", error.problem, error.fix) from None
+
+
+def paced_costs(paced: PacedConfig) -> tuple[RooflineCost, RooflineCost]:
+    """Costs of the emulated target and drafter, not stretched. ConfigError: there is no such GPU or model."""
+    device = load_hardware(paced.device or "")
+    if not isinstance(device, DeviceSpec):
+        raise ConfigError("paced.device", f"{paced.device} has the steps of a run.", "name a GPU, such as h100.")
+    return device.cost(paced.target, paced.target_gpus), device.cost(paced.drafter, paced.drafter_gpus)
 
 
 @functools.cache

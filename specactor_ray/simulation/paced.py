@@ -16,11 +16,10 @@ from specactor_ray.actors.process import ActorHost, collected_once
 from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import PacedConfig, TargetConfig
-from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.chains import Chains
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.simulation.hardware import DeviceSpec, StepSeconds, load_hardware
+from specactor_ray.simulation.hardware import StepSeconds, paced_costs
 from specactor_ray.simulation.models import shared_tokens
 from specactor_ray.simulation.world import MERGE_LAYER_S, DraftTime
 from specactor_ray.startup.memory import drafter_on_node, kept_by_trainer, target_on_node
@@ -41,11 +40,8 @@ class PacedTimes:
 
 
 def paced_times(paced: PacedConfig) -> PacedTimes:
-    """Durations of the emulated target and drafter. ConfigError: there is no such device or model."""
-    device = load_hardware(paced.device or "")
-    if not isinstance(device, DeviceSpec):
-        raise ConfigError("paced.device", f"{paced.device} has the steps of a run.", "name a GPU, such as h100.")
-    target, draft = device.cost(paced.target, paced.target_gpus), device.cost(paced.drafter, paced.drafter_gpus)
+    """Durations of the emulated target and drafter. Raises as `paced_costs`."""
+    target, draft = paced_costs(paced)
     merge_s = paced.stretch * draft.model.layers * MERGE_LAYER_S
     return PacedTimes(
         _stretched(target.seconds, paced.stretch), DraftTime(_stretched(draft.seconds, paced.stretch), merge_s=merge_s)

@@ -18,6 +18,7 @@ from specactor_ray.core.progress import start_phase
 from specactor_ray.models.checkpoint_files import known_number
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
+from specactor_ray.simulation.hardware import paced_costs
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores, trainer_gpus
 from specactor_ray.startup.memory import check_memory, plan_rollout_memory, settle_caches
 from specactor_ray.startup.mode import settle
@@ -110,6 +111,8 @@ def require_named(config: Config, machine: Machine) -> Path | None:
         require_vllm()
         require_engine_arguments(target.engine_arguments)
         require_room(target, max((one.window for one in specs), default=0))
+    if config.paced.device is not None:
+        paced_costs(config.paced)
     if config.cluster.address != "local" and not machine.is_connected:
         require_listener(config.cluster.address)
     folder = require_named_model("target.model", target.model)

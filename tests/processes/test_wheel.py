@@ -78,7 +78,7 @@ def test_shipped_files_are_found_in_an_empty_folder(installed: Path, tmp_path: P
     unknown = run(specactor, "config", "--config", "local_gpu", cwd=tmp_path, code=2).stderr
     for_training = "train_calculator_cpu, train_demo, train_gsm8k, train_local_cpu, train_one_gpu"
     benches = "bench_history_renames, bench_history_sums, bench_repetition, bench_train_renames"
-    assert f"{benches}, fastest_of_n, local_cpu, {for_training}" in unknown
+    assert f"{benches}, fastest_of_n, local_cpu, paced_32b, {for_training}" in unknown
     read = (
         f"from specactor_ray.rollout.prompts import read_prompts; print(len(read_prompts({known['data']['path']!r})))"
     )
