@@ -21,7 +21,7 @@ import yaml
 
 from points import run_script
 from specactor_ray.core.console import make_console, make_table
-from specactor_ray.simulation.hardware import DeviceSpec, RooflineCost, find_model, load_hardware
+from specactor_ray.plan.hardware import DeviceSpec, RooflineCost, find_model, load_hardware
 
 FILE = Path(__file__).parents[1] / "tests" / "unit" / "simulation" / "h100_steps.yaml"
 FITTED = (1, 4, 16, 64)

@@ -102,7 +102,7 @@ class LoopActor(Generic[L]):
 def _make_host(config: Config) -> ActorHost:
     if config.paced.device is None:
         return ActorHost()
-    from specactor_ray.simulation.paced import PacedHost
+    from specactor_ray.actors.paced import PacedHost
 
     return PacedHost(config.paced)
 

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specactor_ray.actors.paced import paced_times
 from specactor_ray.bench.variants import Variant, emulated_gpus
 from specactor_ray.config.methods import DrafterSpec, drafter_specs
 from specactor_ray.config.schema import MAX_BRANCHES, Config, ModeName, TargetConfig
 from specactor_ray.draft.chains import MAIN, RANKS, Chains, ranges_of
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.plan.hardware import DraftTime
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation._kernels import NO_GUESS
 from specactor_ray.simulation.comparison import Result, SimulatedRollouts
-from specactor_ray.simulation.paced import paced_times
-from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, WorkloadConfig
-from specactor_ray.simulation.world import LOOKUP, DraftTime, RecordedText, World
+from specactor_ray.simulation.scenario import MachineConfig, PythonConfig, ScenarioConfig, WorkloadConfig
+from specactor_ray.simulation.world import LOOKUP, RecordedText, World
 from specactor_ray.startup.memory import drafter_on_node
 from specactor_ray.table.requests import TargetRequest
 from specactor_ray.table.table import RequestTable
@@ -115,11 +116,11 @@ def simulate(variant: Variant, outputs: Sequence[Trajectory], text: RecordedText
     drafting = {one.method: times.draft if one.model else DraftTime(LOOKUP, True) for one in config.drafters}
     world = World(text, times.target, drafting, PythonConfig())
     scenario = ScenarioConfig(
-        machines=MachinesConfig(1, 0, max(variant.total_cores, 1)),
+        machines=[MachineConfig(1, 0, max(variant.total_cores, 1), config.paced.device)],
         workload=WorkloadConfig(requests=len(outputs), max_tokens=max(one.sampling.max_tokens for one in outputs)),
         config=config,
     )
-    run = _Recorded(variant.label, scenario, world)
+    run = _Recorded(variant.label, scenario, [world])
     run.requests = [JournalEntry(f"0/{n}", one.prompt_token_ids, one.sampling) for n, one in enumerate(outputs)]
     try:
         return run.run()

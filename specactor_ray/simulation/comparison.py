@@ -22,10 +22,10 @@ from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import blocked
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.plan.hardware import DeviceSpec, load_hardware
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun, silence
-from specactor_ray.simulation.hardware import DeviceSpec, load_hardware
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Kind, Node, VirtualActor
 from specactor_ray.simulation.scenario import ScenarioConfig, labels_of, load_scenario, variant_of

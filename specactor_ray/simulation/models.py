@@ -12,6 +12,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
 from specactor_ray.draft.rows import BatchProposer
+from specactor_ray.plan.hardware import shared_tokens
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World, guesses
@@ -185,17 +186,6 @@ class _Table(RequestTable):
         if committed < len(output):
             return super().end_of(row)
         return Finish.LENGTH if len(output) == sampling.max_tokens else Finish.STOP
-
-
-_PAGE = 256
-"""Tokens per page of a GPU's cache."""
-
-
-def shared_tokens(ends: np.ndarray, known: np.ndarray, rows: np.ndarray) -> int:
-    """Tokens of chains with `ends` tokens each, `(n,)`, if those of a row, `(n,)`, read their common whole pages once:
-    each branch begins past the `known` tokens of its row, `(rows,)`."""
-    common = known // _PAGE * _PAGE
-    return int((ends - common[rows]).sum() + common[np.unique(rows)].sum())
 
 
 class SimulatedProposer(BatchProposer):

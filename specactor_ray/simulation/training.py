@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.simulation.hardware import DeviceSpec, ModelSpec, find_model, load_hardware
+from specactor_ray.plan.hardware import DeviceSpec, ModelSpec, find_model, load_hardware
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, fits
 
 

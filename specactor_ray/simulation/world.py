@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -22,15 +22,17 @@ from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.chains import GAPS, ranges_of
-from specactor_ray.simulation._kernels import NO_GUESS
-from specactor_ray.simulation.hardware import (
+from specactor_ray.plan.hardware import (
+    MERGE_LAYER_S,
     DeviceSpec,
+    DraftTime,
     MeasuredHardware,
     RooflineCost,
     StepSeconds,
     find_model,
     load_hardware,
 )
+from specactor_ray.simulation._kernels import NO_GUESS
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.scenario import (
     Arrival,
@@ -200,36 +202,10 @@ def linear(forward_s: float, position_s: float = 0.0, row_s: float = 0.0) -> Ste
     )
 
 
-MERGE_LAYER_S = 14e-6
-"""Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
-and merge, with gaps of 0.8 us."""
 _STEP = linear(0.02, 0.0002)
 LOOKUP = linear(0.0, row_s=5e-6)
 """Time of a lookup: 3.3 us an answer and 0.74 us a committed token
 (docs/design/drafters.md)."""
-
-
-@dataclass(frozen=True)
-class DraftTime:
-    """Durations of a draft method."""
-
-    forward: StepSeconds
-    """Seconds of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
-    seconds of `positions` found tokens."""
-    is_lookup: bool = False
-    fusion: Callable[[int], float] | None = None
-    """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
-    merge_s: float = math.inf
-    """Additional seconds of a forward if the rows of each request read their common pages once; infinity: each row
-    reads all of its pages."""
-
-    def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
-        """Duration of a forward with the faster way of attention. `context`: tokens of all chains; `shared`: the same
-        with common pages counted once; `prefill`: prompt tokens in the same forward."""
-        seconds = self.forward(rows, rows, context, prefill)
-        if shared < context:
-            seconds = min(seconds, self.forward(rows, rows, shared, prefill) + self.merge_s)
-        return seconds
 
 
 _USUAL = DraftTime(linear(0.004))

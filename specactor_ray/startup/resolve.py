@@ -18,7 +18,7 @@ from specactor_ray.core.progress import start_phase
 from specactor_ray.models.checkpoint_files import known_number
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_named_model
 from specactor_ray.models.shapes import GIB, ITEM_BYTES, ROW_BYTES, context_of, token_bytes
-from specactor_ray.simulation.hardware import paced_costs
+from specactor_ray.plan.hardware import paced_costs
 from specactor_ray.startup.machine import Machine, devices_of, trainer_cores, trainer_gpus
 from specactor_ray.startup.memory import check_memory, plan_rollout_memory, settle_caches
 from specactor_ray.startup.mode import settle

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from specactor_ray.actors.paced import paced_times
 from specactor_ray.cli.main import app
 from specactor_ray.config.schema import PacedConfig
-from specactor_ray.simulation.paced import paced_times
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

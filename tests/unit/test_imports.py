@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 LAYERS = (
     *("core", "config", "plan", "sampling", "models", "transport", "table", "target"),
     *("draft", "verify", "learner", "distill", "cluster", "startup", "actors", "controller"),
-    *("rollout", "runs", "trainer", "integrations", "serve", "bench", "simulation", "cli"),
+    *("rollout", "runs", "trainer", "integrations", "serve", "simulation", "bench", "cli"),
 )
 LAYER_OF = {package: number for number, package in enumerate(LAYERS)}
 BESIDE = ("__init__", "__main__")

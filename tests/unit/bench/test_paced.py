@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specactor_ray.actors.paced import Pace, PacedDraftModel, PacedEngine, PacedHost, paced_times
 from specactor_ray.bench.paced import record, simulate
 from specactor_ray.bench.variants import emulated_gpus, plan_variants
 from specactor_ray.config.load import from_mapping, load_config
@@ -20,7 +21,6 @@ from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.candidates import candidates
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.simulation.paced import Pace, PacedDraftModel, PacedEngine, PacedHost, paced_times
 from specactor_ray.simulation.world import NO_GUESS, RecordedText
 from specactor_ray.startup.machine import Machine
 from specactor_ray.startup.resolve import resolve

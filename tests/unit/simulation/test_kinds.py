@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.cli.simulate import speed_table, sweep_table, write_plot
+from specactor_ray.plan.hardware import find_model, load_hardware
 from specactor_ray.simulation.comparison import Result, compare, make_nodes
-from specactor_ray.simulation.hardware import find_model, load_hardware
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Kind, Node, num_bytes
 from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario

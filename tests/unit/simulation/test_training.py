@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specactor_ray.cli.main import app
+from specactor_ray.plan.hardware import find_model
 from specactor_ray.simulation.comparison import compare
-from specactor_ray.simulation.hardware import find_model
 from specactor_ray.simulation.scenario import load_scenario, measured_skills
 from specactor_ray.simulation.training import flops_per_token, training_seconds
 from tests.refused import refused

@@ -19,9 +19,7 @@ from specactor_ray.config.schema import PacedConfig, TargetConfig
 from specactor_ray.draft.chains import Chains
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.simulation.hardware import StepSeconds, paced_costs
-from specactor_ray.simulation.models import shared_tokens
-from specactor_ray.simulation.world import MERGE_LAYER_S, DraftTime
+from specactor_ray.plan.hardware import MERGE_LAYER_S, DraftTime, StepSeconds, paced_costs, shared_tokens
 from specactor_ray.startup.memory import drafter_on_node, kept_by_trainer, target_on_node
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
 from specactor_ray.target.hf import HfEngine

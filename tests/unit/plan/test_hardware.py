@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.simulation.hardware import (
+from specactor_ray.plan.hardware import (
     SHIPPED,
     DeviceSpec,
     RooflineCost,

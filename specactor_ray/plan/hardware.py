@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from specactor_ray.config.fields import at_least, not_empty, positive
@@ -193,6 +194,45 @@ class RooflineCost:
         weights = self.model.parameters * self.model.weight_bytes / self.tensor_parallel
         free = self.device.memory_gb * 1e9 * memory_share - weights - other_weights_bytes
         return max(0, int(free / self.kv_bytes_per_token))
+
+
+MERGE_LAYER_S = 14e-6
+"""Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
+and merge, with gaps of 0.8 us."""
+
+
+@dataclass(frozen=True)
+class DraftTime:
+    """Durations of a draft method."""
+
+    forward: StepSeconds
+    """Seconds of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
+    seconds of `positions` found tokens."""
+    is_lookup: bool = False
+    fusion: Callable[[int], float] | None = None
+    """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
+    merge_s: float = math.inf
+    """Additional seconds of a forward if the rows of each request read their common pages once; infinity: each row
+    reads all of its pages."""
+
+    def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
+        """Duration of a forward with the faster way of attention. `context`: tokens of all chains; `shared`: the same
+        with common pages counted once; `prefill`: prompt tokens in the same forward."""
+        seconds = self.forward(rows, rows, context, prefill)
+        if shared < context:
+            seconds = min(seconds, self.forward(rows, rows, shared, prefill) + self.merge_s)
+        return seconds
+
+
+_PAGE = 256
+"""Tokens per page of a GPU's cache."""
+
+
+def shared_tokens(ends: np.ndarray, known: np.ndarray, rows: np.ndarray) -> int:
+    """Tokens of chains with `ends` tokens each, `(n,)`, if those of a row, `(n,)`, read their common whole pages once:
+    each branch begins past the `known` tokens of its row, `(rows,)`."""
+    common = known // _PAGE * _PAGE
+    return int((ends - common[rows]).sum() + common[np.unique(rows)].sum())
 
 
 def _linear(weights: float, weight_bytes: float, gpus: int, bandwidth: float, peak: float) -> tuple[float, float]:
