@@ -25,8 +25,8 @@ from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.draft.lookup import SuffixProposer, TokenLog
 from specactor_ray.draft.proposer import STEP_TOKENS, Proposer
 from specactor_ray.models.shapes import GIB
+from specactor_ray.plan.hardware import ModelSpec, RooflineCost, find_model, load_hardware
 from specactor_ray.plan.search import geometric
-from specactor_ray.simulation.hardware import ModelSpec, RooflineCost, find_model, load_hardware
 from specactor_ray.target.base import STATES_UNDER_WAY
 from specactor_ray.target.sizes import captured_bytes, in_blocks
 from specactor_ray.transport.messages import CommitBatch, States, TailBatch

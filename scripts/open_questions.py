@@ -27,7 +27,7 @@ from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import make_folder, write_json
 from specactor_ray.core.plot import Panel, write_plot
-from specactor_ray.simulation.hardware import load_hardware
+from specactor_ray.plan.hardware import load_hardware
 
 CONF = Path(__file__).parents[1] / "conf" / "prompts"
 KINDS = tuple(CONF / f"{name}.jsonl" for name in ("arithmetic", "code_renames", "chat", "tools", "reasoning"))
