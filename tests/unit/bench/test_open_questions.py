@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specactor_ray.simulation.hardware import ModelSpec, find_model
 
 from drafting_costs import head_of, memory, message_bytes
 from open_questions import Question, main
@@ -35,6 +34,7 @@ from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.shapes import GIB, count_parameters
+from specactor_ray.plan.hardware import ModelSpec, find_model
 from tests import tiny
 from tests.unit.distill.recorded import recorded
 
