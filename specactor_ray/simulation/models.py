@@ -142,12 +142,12 @@ class SimulatedEngine:
         width = self._world.state_size
         if not width:
             return States(rows[:0], starts[:0], starts[:0], np.zeros((0, 0)))
-        import torch  # the form in which an engine exports them
+        from specactor_ray.models.weight_buckets import from_wire  # the form in which an engine exports them: torch
 
         numbers = self._numbers[:, rows]
         cached = numbers[_kernels.PROMPT] + numbers[_kernels.OUTPUT] - numbers[_kernels.MISSING]
         chosen, lengths = fewest_first(np.minimum(cached, self.table.lengths[rows] - 1), starts, most)
-        states = torch.zeros(1, dtype=torch.bfloat16).expand(int(lengths.sum()), width)
+        states = from_wire(np.zeros((int(lengths.sum()), width), np.int16))
         return States(rows[chosen], starts[chosen], lengths, states)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
