@@ -3,7 +3,7 @@
 The hidden state gets f times as many values, the new ones 0. Then the mean of its squares is 1/f of what it was, so a
 norm computes the same with `eps / f` and `weight / sqrt(f)`. New heads and new values of the MLP are 0, too. Groups of
 query heads per key head keep their size, so that the old heads read the old keys. Gradients of the zeros are 0: in
-training they stay what they are. In the file the zeros are holes, which take no room on most file systems.
+training they stay what they are. In the files the zeros are holes, which take no room on most file systems.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.console import START_LOG
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import write_json
 from specactor_ray.models.checkpoint_files import read_config, weight_files
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(START_LOG)
 _UNIT = 128
 """Hidden and inner sizes are multiples of it, as kernels and tensor parallelism want them."""
+_FILE_BYTES = 2_000_000_000
+"""Most bytes of a file, unless one weight has more: Linux maps none that is larger than the memory."""
 _PAGE = 4096
 """Bytes of a page of a file."""
 
@@ -57,8 +62,8 @@ def pad_checkpoint(source: Path, parameters: float, folder: Path) -> None:
     """Write the Llama in `source`, float32, padded to about so many parameters into `folder`; with its tokenizer.
 
     Raises:
-        ModelLoadError: It cannot be so small, or there is no room for the file.
-        OSError: The file cannot be written.
+        ModelLoadError: It cannot be so small, or there is no room for the files.
+        OSError: The files cannot be written.
     """
     config = read_config(source)
     shape = padded_shape(config, parameters)
@@ -67,7 +72,7 @@ def pad_checkpoint(source: Path, parameters: float, folder: Path) -> None:
         if file.name != "config.json" and file not in weight_files(source):
             shutil.copy(file, folder)
     write_json(folder / "config.json", {**config, **shape, "rms_norm_eps": config["rms_norm_eps"] / factor})
-    _write_weights(source, _shapes(folder), factor, folder / "model.safetensors")
+    _write_weights(source, _shapes(folder), factor, folder)
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -80,11 +85,31 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
-def _write_weights(source: Path, shapes: Mapping[str, tuple[int, ...]], factor: float, path: Path) -> None:
-    """Write a safetensors file of these shapes with the weights of `source` in the low corner of each."""
+def _write_weights(source: Path, shapes: Mapping[str, tuple[int, ...]], factor: float, folder: Path) -> None:
+    """Write safetensors files of these shapes with the weights of `source` in the low corner of each."""
     from safetensors.torch import load_file
 
     old = {name: weight for file in weight_files(source) for name, weight in load_file(file).items()}
+    size = sum(4 * math.prod(shape) for shape in shapes.values())
+    held = (weight.numel() // weight.shape[-1] * (4 * weight.shape[-1] + 2 * _PAGE) for weight in old.values())
+    _require_room(folder, size, min(size, sum(held)))
+    files, filled = list[dict[str, tuple[int, ...]]]([{}]), 0
+    for name, shape in shapes.items():
+        if filled and filled + 4 * math.prod(shape) > _FILE_BYTES:
+            files, filled = [*files, {}], 0
+        files[-1][name], filled = shape, filled + 4 * math.prod(shape)
+    index = dict[str, str]()
+    for number, part in enumerate(files, start=1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_file(folder / file, part, old, factor)
+        index |= dict.fromkeys(part, file)
+    if len(files) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index})
+
+
+def _write_file(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], old: Mapping[str, torch.Tensor], factor: float
+) -> None:
     header, size = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
         end = size + 4 * math.prod(shape)
@@ -92,8 +117,6 @@ def _write_weights(source: Path, shapes: Mapping[str, tuple[int, ...]], factor: 
         size = end
     text = json.dumps(header).encode()
     begin = -(-(8 + len(text)) // _PAGE) * _PAGE
-    held = (weight.numel() // weight.shape[-1] * (4 * weight.shape[-1] + 2 * _PAGE) for weight in old.values())
-    _require_room(path.parent, begin + size, min(begin + size, sum(held)))
     with open(path, "xb") as file:
         file.write((begin - 8).to_bytes(8, "little") + text.ljust(begin - 8))
         file.truncate(begin + size)
@@ -109,7 +132,7 @@ def _require_room(folder: Path, size: int, held: int) -> None:
     """Refuse a disk without room for the `held` bytes of a file of `size` bytes that are no holes."""
     free = shutil.disk_usage(folder).free
     sizes = folder.name.strip(".").removesuffix(".partial"), size / 1e9, held / 1e9
-    logger.info("making %s, a file of %.1f GB that takes %.1f GB of the disk; this is done once", *sizes)
+    logger.info("making %s, files of %.1f GB that take %.1f GB of the disk; this is done once", *sizes)
     if held > free:
         problem = f"{folder} needs {held / 1e9:.1f} GB for it, and {free / 1e9:.1f} GB are free"
         raise ModelLoadError(f"{problem}. Fix: make room there, or name another folder in SPECACTOR_CACHE.")

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models import builtin, loading, padded
-from specactor_ray.models.checkpoint_files import read_config
+from specactor_ray.models.checkpoint_files import read_config, weight_files
 from specactor_ray.models.shapes import count_parameters
 from tests.tiny import tiny_prompt_ids
 
@@ -69,6 +69,19 @@ def test_logits_are_those_of_the_model(shape: dict[str, Any], parameters: float,
     assert groups[0] == groups[1]
 
 
+def test_files_are_of_a_size_that_every_machine_maps(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padded, "_FILE_BYTES", 4_000_000)
+    folder = padded_dir(tiny_model_dir, tmp_path / "parts")
+    files = weight_files(folder)
+    assert len(files) > 2 and max(file.stat().st_size for file in files) < 4_100_000
+    monkeypatch.undo()
+    whole = loading.load_model(str(padded_dir(tiny_model_dir, tmp_path / "whole"))).state_dict()
+    parts = loading.load_model(str(folder)).state_dict()
+    assert whole.keys() == parts.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
 @pytest.fixture(scope="module")
 def tiny_padded(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return padded_dir(tiny_model_dir, tmp_path_factory.mktemp("padded") / "model")
@@ -113,7 +126,7 @@ def test_a_full_disk_is_named_before_anything_is_written(
     monkeypatch.setattr(padded.shutil, "disk_usage", lambda folder: usage(1_000_000))
     with pytest.raises(ModelLoadError, match=r"0\.0 GB are free.*SPECACTOR_CACHE"):
         padded_dir(tiny_model_dir, tmp_path / "model")
-    assert not (tmp_path / "model" / "model.safetensors").exists()
+    assert not [*(tmp_path / "model").glob("*.safetensors")]
 
 
 # ---- built-in names ----
