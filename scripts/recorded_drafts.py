@@ -39,8 +39,8 @@ from specactor_ray.verify.policy import Drafter, DraftPolicy, Seconds
 
 WINDOW = 8
 TEMPERATURES = (0.0, 0.6, 1.0)
-NONE = -1
-"""No draft token."""
+NONE, WRONG = -1, -2
+"""No draft token; one behind a wrong one, which was not drafted."""
 _LONGEST_PROMPT = 512
 _AT_ONCE = 64
 """Most requests in the engine and in a proposer."""
@@ -178,12 +178,13 @@ def tails_of(recipe: Recipe, method: str, records: Sequence[CorpusRecord], file:
         return found
     tails = {one.index: np.full((len(one.output_token_ids), WINDOW), NONE, np.int32) for one in records}
     width = read_head_config(recipe.head, recipe.target).feature_size if recipe.head else None
-    keep = traits(method).checkpoint is Checkpoint.MODEL  # its drafts depend on the text alone; others draft anew
+    # The next token of a draft model depends on the text alone, so a draft is right as long as its first tokens are.
+    window = 1 if (depends_on_text := traits(method).checkpoint is Checkpoint.MODEL) else WINDOW
 
     def judge(table: RequestTable, row: int, one: CorpusRecord, tail: Sequence[int], window: int) -> Step:
         at = int(table.committed[row])
         tails[one.index][at, : len(tail)] = tail
-        table.length[0, row, 0] *= keep
+        table.length[0, row, 0] = 0  # drafts anew from the next token
         start, length = np.array([[at], [1]], np.int32)
         table.follow(np.array([row], np.int32), start, length, np.array([one.output_token_ids[at]], np.int32))
         return len(tail), 0, 1
@@ -191,10 +192,25 @@ def tails_of(recipe: Recipe, method: str, records: Sequence[CorpusRecord], file:
     groups = TEMPERATURES if traits(method).keeps_history else (None,)
     for group in groups:
         mine = [one for one in records if group is None or one.sampling.temperature == group]
-        replay(proposer_of(recipe, method), mine, WINDOW, _AT_ONCE, width=width, judge=judge)
+        replay(proposer_of(recipe, method), mine, window, _AT_ONCE, width=width, judge=judge)
+    if depends_on_text:
+        tails = {one.index: chained(tails[one.index][:, 0], one.output_token_ids) for one in records}
     with replacing(file) as partial, partial.open("wb") as stream:
         np.save(stream, np.concatenate(list(tails.values())))
     return np.load(file)
+
+
+def chained(first: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """int32 `(n, WINDOW)`: drafts of which each token is the first one, `(n,)`, at its position, up to a wrong one."""
+    size = len(first)
+    found = np.full((size + WINDOW, WINDOW), WRONG, np.int32)
+    right = np.append(first == np.array(tokens), np.zeros(WINDOW, np.bool_))
+    found[:size, 0] = first
+    for at in range(size - 1, -1, -1):
+        if right[at]:
+            found[at, 1:] = found[at + 1, :-1]
+    found[:size][first == NONE] = NONE
+    return found[:size]
 
 
 def proposer_of(recipe: Recipe, method: str) -> Proposer:

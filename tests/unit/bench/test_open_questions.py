@@ -16,10 +16,12 @@ from recorded_drafts import (
     NONE,
     TEMPERATURES,
     WINDOW,
+    WRONG,
     Prices,
     Recipe,
     Recorded,
     by_entropy,
+    chained,
     decode,
     line,
     proposer_of,
@@ -76,6 +78,13 @@ def test_the_first_token_and_tokens_behind_the_end_count_as_neither_right_nor_te
     for most, right in ((4, 1), (20, 2)):  # the last token of a full output has no room for a draft
         found = decode(replace(one, most=most), [MODEL])
         assert (found.tokens, found.steps, found.right, found.tested) == (3, 2, right, right + 1)
+
+
+def test_drafts_of_a_model_are_chains_of_its_first_tokens() -> None:
+    found = chained(np.array([NONE, 11, 12, 9, 14], np.int32), [10, 11, 12, 13, 14])
+    one = Recorded(20, np.array([5]), np.arange(10, 15, dtype=np.int32), np.zeros(5), {MODEL: found})
+    assert one.right(MODEL).tolist() == [0, 2, 1, 0, 1] and one.drafted(MODEL).tolist() == [0, *[WINDOW] * 4]
+    assert found[1].tolist() == [11, 12, 9, *[WRONG] * (WINDOW - 3)]
 
 
 def test_prices_are_those_of_steps_and_drafts() -> None:
