@@ -136,7 +136,8 @@ def oracle_panels(points: Sequence[Point]) -> list[Panel]:
             for number, (name, label) in enumerate(zip(names, ("best single", "race", "oracle"), strict=True)):
                 axes.bar(places + 0.27 * (number - 1), [point[name] for point in mine], 0.25, label=label)
             axes.set_xticks(places, [point["workload"] for point in mine])
-            axes.set(title=f"T={temperature:g}", ylabel="acceptance length", ylim=(1, None))
+            most = 1.25 * max(point["oracle"] for point in mine)
+            axes.set(title=f"T={temperature:g}", ylabel="acceptance length", ylim=(1, most))
 
         return draw
 
