@@ -57,7 +57,7 @@ def figures_of(pairs: Sequence[StepPair], records: Sequence[Mapping[str, Any]]) 
     by_step = {record["step"]: record for record in records}
     steps = []
     for pair in pairs:
-        if (record := by_step.get(pair.step)) is None or not pair.sync_s.keys() >= {PLAIN, *pair.drafts}:
+        if (record := by_step.get(pair.step)) is None or not pair.sync_s.keys() >= pair.rollout_s.keys():
             continue
         seconds = record["seconds"]
         shared = seconds["update"] + max(seconds["sync"] - sum(pair.sync_s.values()), 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.files import refuse_existing, require_folder, write_json
 from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
@@ -47,7 +48,7 @@ REPORT_FILE = "bench.json"
 
 class PairedRollout:
     """The rollout of the training, and others beside it that get the same weights. `rollouts`: by name, the plain one
-    and the drafted one first; `plain_every`: steps from one plain rollout to the next."""
+    and the drafted one first; `plain_every`: steps from one plain rollout to the next, 0 without any."""
 
     def __init__(self, rollouts: Mapping[str, Rollout], plain_every: int = 1) -> None:
         self._rollouts, self._plain_every = rollouts, plain_every
@@ -80,7 +81,7 @@ class PairedRollout:
 
     def ways(self, step: int) -> list[tuple[str, Rollout]]:
         """The rollouts of a step, from 0, in an order that turns from step to step."""
-        turn, rest = divmod(step, self._plain_every)
+        turn, rest = divmod(step, self._plain_every) if self._plain_every else (0, 1)
         ways = [(way, rollout) for way, rollout in self._rollouts.items() if way != PLAIN or not rest]
         first = (step - turn - 1 if rest else turn) % len(ways)
         return ways[first:] + ways[:first]
@@ -163,12 +164,13 @@ def run_bench(
     plain_every: int = 1,
 ) -> dict[str, Any]:
     """Train by `config`, each step rolled out in both ways. Returns the report, which is written to `output` (default:
-    `bench.json` in the run's folder), also after an interruption.
+    `bench.json` in the run's folder), also after an interruption or a failure.
 
     Args:
         plain: Overrides for the plain rollout, such as `target.replicas=2`: its best layout on the same cores.
         also: Further rollouts of each step, by name, with overrides such as `drafters.0.window=8`.
-        plain_every: Steps from one plain rollout to the next.
+        plain_every: Steps from one plain rollout to the next; 0: there is none, and the others are compared with the
+            drafted one.
 
     Raises:
         ConfigError: A configuration has no drafts to compare or continues a run, or a name of `also` is taken; besides
@@ -181,39 +183,69 @@ def run_bench(
     if taken := {PLAIN, DRAFTED, drafted_name(config)} & also.keys():
         raise ConfigError("--also", f"{min(taken)!r} is the name of another rollout.", "give it another name.")
     settled, _ = settle(config, Machine.here())
-    others = [_without_drafts(settled, plain), *(_with_other_drafts(settled, way, also[way]) for way in also)]
+    others = [
+        *([_without_drafts(settled, plain)] if plain_every else []),
+        *(_with_other_drafts(settled, way, also[way]) for way in also),
+    ]
     cores = sum(devices_of(one).cores for one in (settled, *others))
     with signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.cluster.connection import connect
-        from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.run import train
 
     held: list[PairedRollout] = []
-
-    @contextlib.contextmanager
-    def beside(rollout: Rollout, maker: ExperienceMaker) -> Iterator[tuple[PairedRollout, PairedMaker]]:
-        with contextlib.ExitStack() as parts:
-            common = copy.deepcopy(rollout.config)
-            common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
-            rollouts = {PLAIN: parts.enter_context(Rollout(_without_drafts(common, plain))), DRAFTED: rollout}
-            for way, items in also.items():
-                rollouts[way] = parts.enter_context(Rollout(_with_other_drafts(common, way, items)))
-            held.append(PairedRollout(rollouts, plain_every))
-            yield held[0], PairedMaker(maker, held[0])
-
+    beside = functools.partial(_beside, config, plain, also, plain_every, held)
     say(console, "each step has several rollouts, by turns: rollout seconds of lines and metrics.jsonl are of all")
     cluster = copy.copy(config.cluster)
     if cluster.address == "local":  # room for all, of which one rolls out at a time
         cluster.num_cpus = max(cores, cluster.num_cpus or 0)
     with sigterm_interrupts(), connect(cluster):
-        outcome = train(config, console, beside=beside)
-    steps = figures_of(held[0].pairs, read_records(outcome.folder / METRICS_FILE))
-    output = output or outcome.folder / REPORT_FILE
+        try:
+            outcome = train(config, console, beside=beside)
+        except SpecActorError:
+            if held and held[0].pairs:  # hours of work, perhaps
+                folder = Path(config.run.dir).expanduser() / held[0].run_name
+                report = _report(config, held[0].pairs, folder, "failed", output)
+                say(console, f"report of the steps before the failure: {report['output']}")
+            raise
+    return _report(config, held[0].pairs, outcome.folder, outcome.status, output)
+
+
+@contextlib.contextmanager
+def _beside(
+    config: Config,
+    plain: Sequence[str],
+    also: Mapping[str, Sequence[str]],
+    plain_every: int,
+    held: list[PairedRollout],
+    rollout: Rollout,
+    maker: ExperienceMaker,
+) -> Iterator[tuple[PairedRollout, PairedMaker]]:
+    """The rollouts beside that of the training, which `held` gets; see `trainer.run.Beside` and `run_bench`."""
+    from specactor_ray.rollout.rollout import Rollout
+
+    with contextlib.ExitStack() as parts:
+        common = copy.deepcopy(rollout.config)
+        common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
+        rollouts = {DRAFTED: rollout}
+        if plain_every:
+            rollouts = {PLAIN: parts.enter_context(Rollout(_without_drafts(common, plain))), **rollouts}
+        for way, items in also.items():
+            rollouts[way] = parts.enter_context(Rollout(_with_other_drafts(common, way, items)))
+        held.append(PairedRollout(rollouts, plain_every))
+        yield held[0], PairedMaker(maker, held[0])
+
+
+def _report(
+    config: Config, pairs: Sequence[StepPair], folder: Path, status: str, output: Path | None
+) -> dict[str, Any]:
+    """Write the report of the steps of a run in `folder`, and return it."""
+    steps = figures_of(pairs, read_records(folder / METRICS_FILE))
+    output = output or folder / REPORT_FILE
     report = {
         "benchmark": "train",
-        "status": outcome.status,
+        "status": status,
         "output": str(output),
-        "run": str(outcome.folder),
+        "run": str(folder),
         "drafted": drafted_name(config),
         "steps": steps,
         "thirds": parts_of(steps, thirds(len(steps))),

@@ -122,7 +122,7 @@ def bench_train(
         ),
     ] = None,
     plain_every: Annotated[
-        int, typer.Option(help="Steps from one plain rollout to the next; the pairs are of these steps.", min=1)
+        int, typer.Option(help="Steps from one plain rollout to the next, which give the pairs; 0: none.", min=0)
     ] = 1,
     output: Annotated[
         Path | None, typer.Option(help="Report. Default: bench.json in the run's folder.", show_default=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from specactor_ray.bench.train import PairedMaker, PairedRollout, drafted_name, 
 from specactor_ray.cli.bench import parse_also
 from specactor_ray.cli.bench_train_report import history_table, training_pairs_table, write_plot
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.trainer.experience import Experience
@@ -184,6 +186,39 @@ def test_further_rollouts_have_names_and_overrides() -> None:
     for wrong in ("drafters.0.window=4", "frozen:drafters", ":a=b", "frozen"):
         with pytest.raises(InputError, match="NAME:KEY=VALUE"):
             parse_also([wrong])
+
+
+def test_without_plain_decoding_the_other_rollouts_are_compared_with_the_drafted_one() -> None:
+    rollouts = {DRAFTED: CountedRollout(DRAFTED, [1, 2]), "frozen": CountedRollout("frozen", [1, 3])}
+    paired, made = PairedRollout(rollouts, plain_every=0), Made()  # type: ignore[arg-type]
+    for step in range(2):
+        PairedMaker(made, paired).collect(None, SamplingParams(), step)  # type: ignore[arg-type]
+        paired.update_weights("weights")  # type: ignore[arg-type]
+    assert [name for name, _, _ in made.order] == ["frozen", DRAFTED, DRAFTED, "frozen"]
+    steps = figures_of(paired.pairs, [record(1), record(2)])
+    assert [one["plain_s"] for one in steps] == [None, None]
+    assert [[one["rollout"] for one in step["differences"]] for step in steps] == [["frozen"], ["frozen"]]
+
+
+def test_a_run_that_fails_leaves_the_report_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+
+    def fail(config: Any, console: Any, beside: Any) -> None:
+        rollout = SimpleNamespace(config=config, run_name="mine", update_weights=lambda *_: 1)
+        with beside(rollout, None) as (paired, _):
+            paired.pairs.append(pair(1, None, 4.0))
+            (folder / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+            raise SpecActorError("the controller is gone")
+
+    monkeypatch.setattr("specactor_ray.trainer.run.train", fail)
+    monkeypatch.setattr("specactor_ray.cluster.connection.connect", lambda _: contextlib.nullcontext())
+    changed = {"mode": "coupled", "run": {"dir": str(tmp_path)}, "data": {"path": "tasks.jsonl", "n": 2}}
+    config = from_mapping({"drafters": [{"method": "suffix"}], **changed})
+    with pytest.raises(SpecActorError, match="controller is gone"):
+        run_bench(config, None, Console(file=io.StringIO()), plain_every=0)
+    report = json.loads((folder / "bench.json").read_text())
+    assert (report["status"], [one["step"] for one in report["steps"]]) == ("failed", [1])
 
 
 TAUGHT = {"method": "eagle", "model": "head", "online": {"where": "trainer"}}
