@@ -75,7 +75,9 @@ def _made(parts: _Parts) -> Path:
         elif parts.share is not None:
             from specactor_ray.models.noisy import add_noise
 
-            add_noise(_made(_Parts(None, None)), parts.share, folder)
+            source = _made(_Parts(None, None))
+            with quiet_transformers():
+                add_noise(source, parts.share, folder)
         else:
             convert_smollm2(folder)
 

@@ -22,7 +22,6 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import parse_json, write_json
 from specactor_ray.core.machine import hardware
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import derive_seed
@@ -63,10 +62,8 @@ def add_noise(source: Path, share: float, folder: Path, prompts: Sequence[Chat] 
 
     logger.info("looking for the noise that leaves %g of the draws right, minutes on a CPU; this is done once", share)
     dtype = torch.bfloat16 if "avx512_bf16" in hardware()["vector"] else torch.float32  # as a rollout on this machine
-    with quiet_transformers():
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    answers = answers_of(model, tokenizer, prompts or shipped_prompts())
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    answers = answers_of(model, AutoTokenizer.from_pretrained(source), prompts or shipped_prompts())
     own = {name: weight for file in weight_files(source) for name, weight in load_file(file).items()}
     found, measured = find_noise(model, own, answers, share)
     for file in source.iterdir():
