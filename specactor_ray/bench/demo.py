@@ -56,7 +56,7 @@ _END_STEPS = 1.5
 """Time of the last answers, the checkpoint and the end of the cluster, in training steps."""
 
 
-class Answer(NamedTuple):
+class ScoredText(NamedTuple):
     """An output for a task."""
 
     prompt: str
@@ -82,7 +82,7 @@ class Demo:
     """A prompt, and its output in pieces of text, each with whether it was drafted."""
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
-    answers: list[list[Answer]] = field(default_factory=list)
+    answers: list[list[ScoredText]] = field(default_factory=list)
     """Outputs for prompts that are not trained on: before the training, and after."""
     load: float = 0.0
     """Load average at the end of the rounds."""
@@ -228,10 +228,10 @@ def _train(demo: Demo) -> None:
     demo.status = outcome.status
 
 
-def answer(task: Mapping[str, str], text: str) -> Answer:
+def answer(task: Mapping[str, str], text: str) -> ScoredText:
     """An output for a task, with its reward."""
     line = text.strip().partition("\n")[0]
-    return Answer(task["prompt"], line, task["answer"], similarity(RewardSample("", line, task["answer"])))
+    return ScoredText(task["prompt"], line, task["answer"], similarity(RewardSample("", line, task["answer"])))
 
 
 def plan_steps(done: int, step_s: float, left_s: float, most: int) -> int:
@@ -240,7 +240,7 @@ def plan_steps(done: int, step_s: float, left_s: float, most: int) -> int:
 
 
 def training_figures(
-    records: Sequence[Mapping[str, Any]], answers: Sequence[Sequence[Answer]] = ()
+    records: Sequence[Mapping[str, Any]], answers: Sequence[Sequence[ScoredText]] = ()
 ) -> dict[str, Any] | None:
     """Rewards of the steps and of prompts that are not trained on, each a mean and its standard error; `gain` of the
     latter from before to after, each output beside the one with its prompt and seed; shares of the time, and drafts.

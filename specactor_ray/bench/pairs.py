@@ -14,7 +14,7 @@ PLAIN, DRAFTED = "plain", "drafted"
 
 
 @dataclass
-class Drafts:
+class DraftCounts:
     """Counters of the drafts of one rollout of a step."""
 
     stats: RequestStats = field(default_factory=RequestStats)
@@ -39,8 +39,8 @@ class StepPair:
     rollout_s: dict[str, float] = field(default_factory=dict)
     sync_s: dict[str, float] = field(default_factory=dict)
     """Seconds of handing over the step's weights, without their export."""
-    drafts: dict[str, Drafts] = field(default_factory=dict)
-    """Drafts of each rollout but the plain one."""
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
+    """DraftCounts of each rollout but the plain one."""
     longest: int = 0
     """Tokens of the longest output."""
     differences: list[dict[str, Any]] = field(default_factory=list)

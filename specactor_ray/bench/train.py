@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.pairs import DRAFTED, PLAIN, Drafts, StepPair, figures_of, parts_of, thirds
+from specactor_ray.bench.pairs import DRAFTED, PLAIN, DraftCounts, StepPair, figures_of, parts_of, thirds
 from specactor_ray.bench.rollout_modes import acceptance_length, differences
 from specactor_ray.bench.variants import with_cores_of
 from specactor_ray.config import Config, to_yaml
@@ -96,7 +96,7 @@ class PairedMaker:
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """The drafted experience of this step; see `ExperienceMaker.collect`."""
         stream, made, seconds = self._maker.stream, dict[str, "Experience"](), dict[str, float]()
-        position, skipped, drafts = stream.position, stream.skipped, dict[str, Drafts]()
+        position, skipped, drafts = stream.position, stream.skipped, dict[str, DraftCounts]()
         for way, one in self._rollout.ways(step):
             stream.position, stream.skipped = position, skipped
             before = one.drafters(), one.metrics()
@@ -104,7 +104,7 @@ class PairedMaker:
             made[way] = self._maker.collect(one, sampling, step)
             seconds[way] = time.perf_counter() - begin - made[way].reward_wait_s
             if way != PLAIN:
-                drafts[way] = Drafts(
+                drafts[way] = DraftCounts(
                     RequestStats.total(trajectory.stats for trajectory in made[way].trajectories),
                     judged_between(before[0], one.drafters()),
                     supplied_of(one.metrics().since(before[1])),
@@ -145,7 +145,7 @@ def judged_between(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[
 
 
 def supplied_of(metrics: RolloutMetrics) -> list[float]:
-    """`Drafts.supplied` by the counters of verifiers."""
+    """`DraftCounts.supplied` by the counters of verifiers."""
     drafting = 1.0 - metrics.suspended_steps / max(metrics.steps, 1)
     return [float(metrics.supplied_row_steps), metrics.row_steps * drafting]
 

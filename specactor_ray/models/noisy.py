@@ -35,7 +35,7 @@ _LEAST, _MOST = 0.02, 4.0
 _TOLERANCE, _MOST_TRIALS = 0.005, 12
 
 
-class Answer(NamedTuple):
+class DrawnText(NamedTuple):
     """An answer of the target, which both models read."""
 
     token_ids: list[int]
@@ -74,14 +74,14 @@ def add_noise(source: Path, share: float, folder: Path, prompts: Sequence[Chat] 
 
 
 @torch.inference_mode()
-def answers_of(model: Any, tokenizer: Any, prompts: Sequence[Chat], max_tokens: int = 64) -> list[Answer]:
+def answers_of(model: Any, tokenizer: Any, prompts: Sequence[Chat], max_tokens: int = 64) -> list[DrawnText]:
     """The model's answers to prompts at temperature 1, by keyed sampling, with its draws."""
     options = {"add_generation_prompt": True, "return_dict": False}
     inputs = [list(tokenizer.apply_chat_template(one, **options)) for one in prompts]
     width, rules, cache = max(map(len, inputs)), [_rules(number) for number in range(len(inputs))], None
     step = torch.tensor([[0] * (width - len(ids)) + ids for ids in inputs])
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in inputs])
-    answers = [Answer(list(ids), []) for ids in inputs]
+    answers = [DrawnText(list(ids), []) for ids in inputs]
     for position in range(max_tokens):
         places = (mask.cumsum(1) - 1).clamp(0)[:, -step.shape[1] :]
         output = model(step, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1)
@@ -97,7 +97,7 @@ def answers_of(model: Any, tokenizer: Any, prompts: Sequence[Chat], max_tokens: 
 
 
 @torch.inference_mode()
-def right_share(model: Any, answers: Sequence[Answer]) -> float:
+def right_share(model: Any, answers: Sequence[DrawnText]) -> float:
     """Share of a model's draws that equal the target's in these answers."""
     right = 0
     for number, (ids, draws) in enumerate(answers):
@@ -118,7 +118,7 @@ def noisy(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.
 
 
 def find_noise(
-    model: Any, weights: Mapping[str, torch.Tensor], answers: Sequence[Answer], share: float
+    model: Any, weights: Mapping[str, torch.Tensor], answers: Sequence[DrawnText], share: float
 ) -> tuple[float, float]:
     """The scale of `noisy` at which a model with the noisy form of these weights is right in about this share of its
     draws, and the measured share. ModelLoadError: there is none."""
@@ -148,5 +148,5 @@ def _drawn(logits: torch.Tensor, rules: Sequence[SamplingParams], positions: Seq
     return tokens
 
 
-def _count(answers: Sequence[Answer]) -> int:
+def _count(answers: Sequence[DrawnText]) -> int:
     return _DRAWS * sum(len(answer.draws) for answer in answers)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specactor_ray.bench.pairs import DRAFTED, PLAIN, Drafts, StepPair, figures_of, parts_of, thirds
+from specactor_ray.bench.pairs import DRAFTED, PLAIN, DraftCounts, StepPair, figures_of, parts_of, thirds
 from specactor_ray.bench.train import PairedMaker, PairedRollout, drafted_name, judged_between, run_bench, supplied_of
 from specactor_ray.cli.bench import parse_also
 from specactor_ray.cli.bench_train_report import history_table, training_pairs_table, write_plot
@@ -25,9 +25,9 @@ from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 
 
-def drafts(accepted: int, method: str = "suffix", best: float = 2.5) -> Drafts:
+def drafts(accepted: int, method: str = "suffix", best: float = 2.5) -> DraftCounts:
     stats = RequestStats(100 - accepted, 60, accepted, 0, {method: (60, accepted)})
-    return Drafts(stats, {method: [80, accepted]}, [30.0, 40.0], best)
+    return DraftCounts(stats, {method: [80, accepted]}, [30.0, 40.0], best)
 
 
 def pair(step: int, plain_s: float | None, drafted_s: float, accepted: int = 50, **changed: Any) -> StepPair:

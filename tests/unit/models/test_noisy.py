@@ -18,7 +18,7 @@ def chats(n: int, seed: int = 0) -> list[noisy.Chat]:
     return [[{"role": "user", "content": prompt}] for prompt in tiny_prompts(n, seed)]
 
 
-def answers(model: Path, prompts: list[noisy.Chat]) -> list[noisy.Answer]:
+def answers(model: Path, prompts: list[noisy.Chat]) -> list[noisy.DrawnText]:
     return noisy.answers_of(loading.load_model(str(model)), loading.load_tokenizer(str(model)), prompts)
 
 
