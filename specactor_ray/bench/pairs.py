@@ -40,7 +40,7 @@ class StepPair:
     sync_s: dict[str, float] = field(default_factory=dict)
     """Seconds of handing over the step's weights, without their export."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
-    """DraftCounts of each rollout but the plain one."""
+    """Counters of the drafts of each rollout but the plain one."""
     longest: int = 0
     """Tokens of the longest output."""
     differences: list[dict[str, Any]] = field(default_factory=list)
