@@ -97,6 +97,15 @@ def test_drafts_on_cores_beside_a_target_on_gpus_have_no_device() -> None:
     assert measured_costs(settings, actors)["drafters"]["draft_model"]["seconds"] == {}
 
 
+def test_costs_of_paced_devices_are_no_costs_of_this_machine(tmp_path: Path) -> None:
+    paced = config("coupled", LOOKUP)
+    paced.paced.device = "h100"
+    assert measured_costs(paced, [verifier([(4.0, 0.1), (8.0, 0.2)], [])]) == {}
+    (tmp_path / "summary.json").write_text(json.dumps({"costs": {}}))
+    with refused("profile", "paced devices"):
+        load_costs(tmp_path / "summary.json")
+
+
 def on(kind: str, row: dict[str, Any]) -> dict[str, Any]:
     """The row of an actor on GPUs of this kind."""
     return {**row, "accelerator": kind}
