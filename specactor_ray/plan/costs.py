@@ -105,9 +105,9 @@ class Costs:
 
 
 def measured_costs(config: Config, actors: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The section of a run, by the rows of its actors (`Rollout.status`); empty if its devices were emulated."""
+    """The section of a run, by the rows of its actors (`Rollout.status`). Those of paced devices are left out."""
     if config.paced.device is not None:
-        return {}
+        return {"paced": config.paced.device}
     target, ladder, counted = config.target, list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     devices = target.gpus or target.cores
     own = {one.method: one.gpus if target.gpus else math.ceil(one.cores) for one in config.drafters}
@@ -191,9 +191,7 @@ def load_costs(path: str | Path, key: str = "profile", accelerator: str | None =
     least two sizes of steps, or not those of a single kind of verifiers' GPUs that `accelerator` allows."""
     path = Path(path).expanduser()
     try:
-        if (section := parse_json(read_foreign(path))["costs"]) == {}:
-            raise ConfigError(key, f"{path} has no costs: it was measured on paced devices.", _ANOTHER)
-        costs = _costs(section)
+        costs = _costs(parse_json(read_foreign(path))["costs"])
     except FileNotFoundError:
         raise ConfigError(key, f"there is no file {path}.", _ANOTHER) from None
     except OSError as error:
@@ -223,6 +221,8 @@ def kind_in_words(kind: str) -> str:
 
 
 def _costs(section: Mapping[str, Any]) -> Costs:
+    if "paced" in section:
+        raise LookupError(f"its run was on paced devices ({section['paced']})")
     drafters = {
         method: DraftCosts(one["model"], _by_kind(one["seconds"])) for method, one in section["drafters"].items()
     }
