@@ -8,6 +8,7 @@ import pytest
 
 from specactor_ray.config import load_config
 from specactor_ray.config.load import SHIPPED, find_file, shipped_names
+from specactor_ray.config.methods import import_named, is_named
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.simulation.scenario import load_scenario
 from tests.refused import refused
@@ -30,6 +31,13 @@ def test_prompts_that_shipped_configurations_name_are_there() -> None:
     paths = [load_config(name).data.path for name in shipped_names()]
     files = [path for path in paths if path is not None and ":" not in path]
     assert files and all(read_prompts(path) for path in files)
+
+
+def test_functions_that_shipped_configurations_name_are_there() -> None:
+    configs = [load_config(name) for name in shipped_names()]
+    names = [one.name for config in configs for one in config.reward.functions] + [one.data.map for one in configs]
+    named = [name for name in names if name is not None and is_named(name)]
+    assert named and all(callable(import_named(name, "reward.functions")) for name in named)
 
 
 def test_what_is_there_comes_first(empty_folder: Path) -> None:
