@@ -6,7 +6,6 @@ simulator's cost model.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from specactor_ray.actors.process import ActorHost, collected_once
 from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import PacedConfig, TargetConfig
+from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.draft.chains import Chains
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
@@ -53,21 +53,22 @@ def _stretched(seconds: StepSeconds, stretch: float) -> StepSeconds:
 class Pace:
     """Ends forwards in time. The log has a warning if this machine does not keep up."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self.now, self._sleep = clock.now, clock.sleep
         self._forwards = self._late = 0
         """Forwards since the last warning, and those that took longer by themselves than they should."""
 
     def wait(self, begin: float, seconds: float) -> float:
-        """Wait until `seconds` have passed since `begin`, on `time.perf_counter`. Returns the seconds that passed."""
-        left = begin + seconds - time.perf_counter()
+        """Wait until `seconds` have passed since `begin`, by `now`. Returns the seconds that passed."""
+        left = begin + seconds - self.now()
         self._forwards, self._late = self._forwards + 1, self._late + (left < 0.0)
         if self._late > _MOST_LATE * max(self._forwards, _FORWARDS):
             message = "%d of %d forwards took longer than those of the paced device: raise paced.stretch (--stretch)"
             logger.warning(message, self._late, self._forwards)
             self._forwards = self._late = 0
         if left > 0.0:
-            time.sleep(left)
-        return time.perf_counter() - begin
+            self._sleep(left)
+        return self.now() - begin
 
 
 class PacedEngine(HfEngine):
@@ -77,7 +78,7 @@ class PacedEngine(HfEngine):
     seconds: StepSeconds
 
     def step(self, drafts: Drafts = NO_DRAFTS, window: int = 0) -> StepResult:
-        begin = time.perf_counter()
+        begin = self.pace.now()
         result = super().step(drafts, window)
         if result.num_tokens:
             context = int((self.table.prompts[result.rows] + result.starts).sum())
@@ -97,7 +98,7 @@ class PacedDraftModel(DraftModelProposer):
     """Duration of the forwards of a call."""
 
     def extend(self) -> np.ndarray:
-        begin, self._seconds = time.perf_counter(), 0.0
+        begin, self._seconds = self.pace.now(), 0.0
         changed = super().extend()
         if self._seconds:
             self.pace.wait(begin, self._seconds)
@@ -125,7 +126,7 @@ class PacedHost(ActorHost):
         hosted = [spec.drafters[method] for method in spec.hosted]
         target = target_on_node(spec.config.target, hosted, kept_by_trainer(spec.config))
         engine = PacedEngine.from_config(target)
-        engine.pace, engine.seconds = Pace(), self._times.target
+        engine.pace, engine.seconds = Pace(self.clock), self._times.target
         return engine
 
     @collected_once()
@@ -133,5 +134,5 @@ class PacedHost(ActorHost):
         if drafter.model is None:
             return super().build_proposer(drafter, target, device)
         proposer = PacedDraftModel.from_config(drafter_on_node(drafter, target, device), target, device)
-        proposer.pace, proposer.time = Pace(), self._times.draft
+        proposer.pace, proposer.time = Pace(self.clock), self._times.draft
         return proposer
