@@ -89,13 +89,6 @@ def live_nodes() -> list[NodeSupply]:
     ]
 
 
-def kind_here() -> str:
-    """Ray's accelerator type of the GPUs of this machine; empty if it knows none."""
-    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager  # no public function tells it
-
-    return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type() or ""
-
-
 def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
     """False when the demands exceed the total resources of these nodes, or of those of a kind, whatever other users
     hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import platform
@@ -65,11 +66,39 @@ def available_bytes() -> float:
 @functools.cache
 def gpu_memories() -> Sequence[int]:
     """Bytes of each GPU of this machine, from the driver. Imports no torch."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        return [int(line) << 20 for line in done.stdout.splitlines()]
-    except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or one that does not answer
+        return [int(line) << 20 for line in _ask_driver("memory.total")]
+    except ValueError:
+        return []
+
+
+@functools.cache
+def gpu_kind() -> str:
+    """Kind of the first GPU of this machine, as `accelerator_type`; empty without one. Imports no Ray."""
+    names = _ask_driver("name")
+    return accelerator_type(names[0]) if names else ""
+
+
+def accelerator_type(name: str) -> str:
+    """Ray's accelerator type of an NVIDIA GPU by its name: words in capitals behind the brand, up to the first one with
+    a digit; `NVIDIA H100 80GB HBM3` → `H100`. Other names have hyphens between their words."""
+    taken = list[str]()
+    for word in name.split()[1:]:
+        capitals = "".join(itertools.takewhile(lambda one: one.isdigit() or one.isupper(), word))
+        taken.append(capitals)
+        if any(one.isdigit() for one in capitals):
+            return "-".join(taken)
+        if capitals != word:
+            break
+    return "-".join(name.removeprefix("NVIDIA ").split())
+
+
+def _ask_driver(field: str) -> list[str]:
+    """A field of each GPU; none without a driver, or with one that does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
         return []
 
 

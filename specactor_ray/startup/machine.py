@@ -17,7 +17,7 @@ from specactor_ray.config.accelerators import allows_kind, has_bfloat16
 from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import AUTO, ClusterConfig, Config
 from specactor_ray.config.training_schema import TrainerConfig
-from specactor_ray.core.machine import available_bytes, count_gpus, gpu_memories, hardware
+from specactor_ray.core.machine import available_bytes, count_gpus, gpu_kind, gpu_memories, hardware
 
 
 class Devices(NamedTuple):
@@ -80,7 +80,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         bfloat16, cores, gpus = "avx512_bf16" in hardware()["vector"], len(os.sched_getaffinity(0)), count_gpus()
-        kind = _kind_here() if gpus else ""
+        kind = gpu_kind() if gpus else ""
         return cls(cores, gpus, tuple(gpu_memories()), available_bytes(), bfloat16, is_connected(), kind)
 
     def hosts(self, cluster: ClusterConfig) -> bool:
@@ -103,12 +103,6 @@ class Machine:
         if on_gpu:
             return "bfloat16" if has_bfloat16(accelerator or self.kind) else "float16"
         return "bfloat16" if backend == "hf" and self.bfloat16 else "float32"
-
-
-def _kind_here() -> str:
-    from specactor_ray.cluster.supply import kind_here  # Ray: a second
-
-    return kind_here()
 
 
 def devices_of(config: Config, trains: bool = False) -> Devices:
