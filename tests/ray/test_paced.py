@@ -31,7 +31,7 @@ def test_modes_on_paced_devices_beside_the_simulator(tmp_path: Path) -> None:
     keys += [f"drafters=[{drafter},{{method: ngram}}]", f"data.path={prompts}", "cluster.pin_cores=false"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        done = CliRunner().invoke(app, ["bench", "rollout", *arguments, *keys])
+        done = CliRunner(env={"COLUMNS": None}).invoke(app, ["bench", "rollout", *arguments, *keys])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "bench.json").read_text())
     results = {one["variant"].split(" 1x4")[0]: one for one in report["results"]}

@@ -84,7 +84,7 @@ def test_the_command_simulates_with_what_was_measured(tmp_path: Path) -> None:
     command = ["simulate", "run", "-c", str(write_scenario(tmp_path)), "--processes", "1", "--compare", "plain,coupled"]
     lengths = []
     for more in ([], ["skills.0.mean=0.9"]):
-        done = CliRunner().invoke(app, [*command, "--acceptance", str(measured), *UPDATE, *more])
+        done = CliRunner(env={"COLUMNS": None}).invoke(app, [*command, "--acceptance", str(measured), *UPDATE, *more])
         assert done.exit_code == 0, done.output
         assert "measured: skills.0.mean=0.2000" in done.stdout and "rollout share" in done.stdout
         rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["coupled"]]
