@@ -170,7 +170,7 @@ def main(
     question: Annotated[Question, typer.Argument(help="The question to answer.")],
     output: Annotated[Path, typer.Option(help="Folder of recordings, figures and plots.")],
     head: Annotated[Path | None, typer.Option(help="EAGLE head of the target, of `specactor drafter train`.")] = None,
-    target: Annotated[str, typer.Option(help="The target whose outputs are recorded.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="The target; its outputs are recorded.")] = "smollm2-135m",
     draft_model: Annotated[
         str | None, typer.Option(help="Default: the target without two layers in the middle.", show_default=False)
     ] = None,

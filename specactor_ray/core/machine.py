@@ -63,20 +63,14 @@ def available_bytes() -> float:
     return min(float(psutil.virtual_memory().available), limit - used)
 
 
-@functools.cache
-def gpu_memories() -> Sequence[int]:
+def gpu_memories() -> list[int]:
     """Bytes of each GPU of this machine, from the driver. Imports no torch."""
-    try:
-        return [int(line) << 20 for line in _ask_driver("memory.total")]
-    except ValueError:
-        return []
+    return [size for size, _ in _gpus()]
 
 
-@functools.cache
 def gpu_kind() -> str:
     """Kind of the first GPU of this machine, as `accelerator_type`; empty without one. Imports no Ray."""
-    names = _ask_driver("name")
-    return accelerator_type(names[0]) if names else ""
+    return next((accelerator_type(name) for _, name in _gpus()), "")
 
 
 def accelerator_type(name: str) -> str:
@@ -93,12 +87,15 @@ def accelerator_type(name: str) -> str:
     return "-".join(name.removeprefix("NVIDIA ").split())
 
 
-def _ask_driver(field: str) -> list[str]:
-    """A field of each GPU; none without a driver, or with one that does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+@functools.cache
+def _gpus() -> Sequence[tuple[int, str]]:
+    """Bytes and name of each GPU, by one question to the driver, which takes up to seconds."""
+    command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        parts = [line.partition(",") for line in done.stdout.splitlines()]
+        return [(int(size) << 20, name.strip()) for size, _, name in parts]
+    except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or one that does not answer
         return []
 
 
