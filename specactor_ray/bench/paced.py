@@ -136,14 +136,14 @@ def beside_simulation(
 ) -> list[dict[str, Any]]:
     """Results of the bench with `simulated` (tokens/s, acceptance length, ms of a forward), `error` (measured speed
     relative to the simulated one, less 1) and `gpus` (emulated). `outputs_of`: those of each workload and batch."""
-    found, texts = list[dict[str, Any]](), dict[tuple[str, int], RecordedText]()
-    by_name = {(one.label, one.batch): one for one in variants}
+    widest = max(variants, key=lambda one: len(one.config.drafters)).config
+    largest = {workload: outputs_of[workload, batch] for workload, batch in sorted(outputs_of)}  # has all others
+    texts = {workload: record(widest, outputs, vocab_size) for workload, outputs in largest.items()}
+    found, by_name = list[dict[str, Any]](), {(one.label, one.batch): one for one in variants}
     for result in results:
-        place, variant = (result["workload"], result["batch"]), by_name[result["variant"], result["batch"]]
-        outputs = outputs_of[place]
-        if place not in texts:
-            texts[place] = record(max(variants, key=lambda one: len(one.config.drafters)).config, outputs, vocab_size)
-        simulated = simulate(variant, outputs, texts[place])
+        workload, batch = result["workload"], result["batch"]
+        variant = by_name[result["variant"], batch]
+        simulated = simulate(variant, outputs_of[workload, batch], texts[workload])
         found.append(
             {
                 **result,
