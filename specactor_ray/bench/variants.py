@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.cores import draft_cores
+from specactor_ray.config.accelerators import within
 from specactor_ray.config.methods import acting_drafters, is_hosted
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
@@ -214,7 +215,13 @@ def _more_verifiers(config: Config, batch: int, name: str, left_out: list[str]) 
     target, drafters = config.target, acting_drafters(config)
     kind, each, taken = "cores", target.cores, draft_cores(drafters)
     if target.gpus:
-        kind, each, taken = "GPUs", target.gpus, sum(drafter.replicas * drafter.gpus for drafter in drafters)
+        gpus = {one.accelerator: 0 for one in drafters}
+        for one in drafters:
+            gpus[one.accelerator] += one.replicas * one.gpus
+        other = sum(n for kind, n in gpus.items() if kind and not within(kind, target.accelerator))
+        kind, each, taken = "GPUs", target.gpus, sum(gpus.values()) - other
+        if other:
+            left_out.append(f"{name} with {other} more GPU(s): left out, drafters' are not of target.accelerator")
     more, rest = divmod(taken, each)
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:

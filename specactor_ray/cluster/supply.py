@@ -11,13 +11,16 @@ from typing import NamedTuple
 import ray
 from ray.util.accelerators import accelerators
 
-from specactor_ray.config.accelerators import KIND_LABEL, allows, label_selector
+from specactor_ray.config.accelerators import KIND_LABEL, allows, label_selector, sets_of
 from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ConfigError, clipped_text, did_you_mean, first_of
 
 _FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
 
+_NODE_GROUP = "ray.io/node-group"
+"""Ray's label of nodes that `ray up`, KubeRay or Spark started and may start more of; nodes of `ray start` have none.
+Open-source autoscalers report no node groups (`get_cluster_config` of Ray's state)."""
 _TYPES = {name for name in vars(accelerators).values() if isinstance(name, str)}
 """Ray's accelerator types: none of them is a mistyped other one."""
 
@@ -90,23 +93,33 @@ def live_nodes() -> list[NodeSupply]:
 
 
 def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
-    """False when the demands exceed the total resources of these nodes, or of those of a kind, whatever other users
+    """False when the demands exceed the total resources of these nodes, or of those of some kinds, whatever other users
     hold."""
-    for name, kind in itertools.product(("CPU", "GPU"), {None, *(demand.accelerator for demand in demands)}):
-        mine = demands if kind is None else [demand for demand in demands if demand.accelerator == kind]
-        wanted = [demand.bundle().get(name, 0.0) for demand in mine]
-        have = [node.total.get(name, 0.0) for node in supply if allows(kind, node.labels)]
-        if sum(wanted) > sum(have) + 1e-6 or max(wanted, default=0.0) > max(have, default=0.0) + 1e-6:
+    for (_, wanted, nodes), name in itertools.product(_by_kinds(demands, supply), ("CPU", "GPU")):
+        needs, have = ([one.get(name, 0.0) for one in ones] for ones in (wanted, (node.total for node in nodes)))
+        if sum(needs) > sum(have) + 1e-6 or max(needs, default=0.0) > max(have, default=0.0) + 1e-6:
             return False
     return True
+
+
+def _by_kinds(
+    demands: Sequence[Demand], supply: Sequence[NodeSupply]
+) -> Iterator[tuple[tuple[str, ...], list[dict[str, float]], list[NodeSupply]]]:
+    """The bundles and the nodes that they share: all, and those of each set of wanted kinds."""
+    for some in ((), *sets_of(one.accelerator for one in demands if one.accelerator)):
+        wanted = [one.bundle() for one in demands if not some or one.accelerator in some]
+        yield some, wanted, [one for one in supply if not some or any(allows(kind, one.labels) for kind in some)]
 
 
 # ---- in words ----
 
 
 def require_kinds(config: Config, supply: Sequence[NodeSupply]) -> None:
-    """Refuse a kind of GPUs of which no node has as many as an actor of the start needs. The ConfigError has the kinds
-    and the nodes of the cluster."""
+    """Refuse a kind of GPUs of which no node has as many as an actor of the start needs, unless nodes are of groups, of
+    which an autoscaler may start more for the placement groups. The ConfigError has the kinds and the nodes of the
+    cluster."""
+    if any(_NODE_GROUP in one.labels for one in supply):
+        return
     target, trainer = config.target, config.trainer
     sizes = [("target", target.accelerator, target.gpus)]
     sizes += [(one.key, one.accelerator, one.gpus) for one in acting_drafters(config) if one.replicas]
@@ -163,13 +176,15 @@ def demand_against_supply(
 
 
 def _missing(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> Iterator[str]:
-    """What all nodes together lack, and those of each wanted kind."""
-    for kind in dict.fromkeys((None, *(demand.accelerator for demand in demands))):
-        wanted = [demand.bundle() for demand in demands if kind in (None, demand.accelerator)]
-        free = [node.free for node in supply if allows(kind, node.labels)]
+    """What all nodes together lack, and those of the wanted kinds; of several that share nodes, if each alone has
+    enough."""
+    named = set[str]()
+    for kinds, wanted, nodes in _by_kinds(demands, supply):
+        free = [node.free for node in nodes]
         missing = {name: max(0.0, _sum(name, wanted) - _sum(name, free)) for name in ("CPU", "GPU")}
-        if any(missing.values()):
-            yield _amounts(missing, kind)
+        if any(missing.values()) and not named & {*kinds}:
+            named.update(kinds)
+            yield _amounts(missing, " and ".join(kinds))
 
 
 def _sum(name: str, amounts: Iterable[Mapping[str, float]]) -> float:

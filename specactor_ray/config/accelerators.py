@@ -6,8 +6,9 @@ stand between several of them. Conditions have Ray's operators: `H100`, `!H100`,
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specactor_ray.config.fields import checked
@@ -18,8 +19,9 @@ KIND_LABEL = "ray.io/accelerator-type"
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _CONDITION = re.compile(rf"(!?)(?:in\(({_NAME}(?:, ?{_NAME})*)\)|({_NAME}))")
 _OLD = {"K80", "P4", "P100", "V100", "T4"}
-_LABEL = re.compile(rf"(?:[a-zA-Z0-9.-]{{1,253}}/)?{_NAME}")
-_FIX = "use an accelerator type such as H100, in(L4, A10G) or !T4, or a label of nodes such as market-type=spot."
+_LABEL = re.compile(rf"(?:(?=[^/]{{1,253}}/){_NAME}(?:\.{_NAME})*/)?{_NAME}")
+_FIX = "use an accelerator type such as H100, 'in(L4, A10G)' or '!T4' (YAML needs the quotes), or a label of nodes "
+_FIX += "such as market-type=spot."
 
 
 def accelerator_type() -> Any:
@@ -59,20 +61,44 @@ def allows(accelerator: str | None, labels: Mapping[str, str]) -> bool:
 
 def allows_kind(accelerator: str | None, kind: str) -> bool:
     """Whether GPUs of this kind may do, whatever other labels their nodes must have. An unknown kind is empty."""
-    own = [(label, condition) for label, condition in _terms(accelerator or "") if label == KIND_LABEL and condition]
-    return all(allows(condition, {KIND_LABEL: kind} if kind else {}) for _, condition in own)
+    own = label_selector(accelerator).get(KIND_LABEL)
+    return allows(own, {KIND_LABEL: kind} if kind else {})
 
 
-def has_bfloat16(accelerator: str) -> bool:
-    """Whether all kinds that the value names compute in bfloat16 (NVIDIA: from Ampere on)."""
-    kinds = (condition for label, condition in _terms(accelerator) if label == KIND_LABEL)
-    return not any(_OLD & set(re.findall(_NAME, condition)) for condition in kinds if not condition.startswith("!"))
+def within(accelerator: str | None, other: str | None) -> bool:
+    """Whether all nodes that the first value allows are allowed by the other one, too."""
+    ours = label_selector(accelerator)
+    return all(
+        ours.get(label) == condition
+        or (
+            (values := _named(ours.get(label, "")))
+            and all(allows(f"{label}={condition}", {label: value}) for value in values)
+        )
+        for label, condition in label_selector(other).items()
+    )
+
+
+def sets_of(values: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """All sets of these values, small ones first: the GPUs that one of a set allows must be as many as all of it
+    need."""
+    distinct = list(dict.fromkeys(values))
+    return itertools.chain.from_iterable(itertools.combinations(distinct, size + 1) for size in range(len(distinct)))
+
+
+def has_bfloat16(accelerator: str | None, kind: str = "") -> bool:
+    """Whether all kinds that the value names, or else this one, compute in bfloat16 (NVIDIA: from Ampere on)."""
+    return not _OLD & set(_named(label_selector(accelerator).get(KIND_LABEL, "")) or [kind])
 
 
 def of_kind(accelerator: str | None, kind: str) -> str:
     """The value with this single kind, and its conditions on other labels."""
     others = [f"{label}={one}" for label, one in _terms(accelerator or "") if label != KIND_LABEL]
     return ", ".join([kind, *others])
+
+
+def _named(condition: str) -> list[str]:
+    """Values that a condition of `label_selector` asks for; none if it is negated."""
+    return re.findall(_NAME, condition[3:]) if condition.startswith("in(") else []
 
 
 def _terms(value: str) -> list[tuple[str, str]]:

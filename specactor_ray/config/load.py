@@ -214,7 +214,7 @@ def _override_value(key: str, text: str) -> Any:
         container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except _UNREADABLE as error:
         problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
-        raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
+        raise ConfigError(key, problem, f"quote the value, and the whole item for the shell: \"{key}='...'\"") from None
     return _plain(container)["value"]
 
 

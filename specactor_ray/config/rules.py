@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from specactor_ray.config.accelerators import within
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
 from specactor_ray.config.recipes import ADVANTAGES, LOSSES, make_recipe, smallest_group
@@ -329,7 +330,7 @@ def _of_trainer(config: Config) -> Iterator[Problem]:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."
     yield from _of_accelerator("trainer", trainer.accelerator, trainer.gpus)
-    if trainer.colocate and trainer.accelerator not in (None, config.target.accelerator):
+    if trainer.colocate and not within(config.target.accelerator, trainer.accelerator):
         problem = f"{clipped(trainer.accelerator)}, but trainer.colocate trains on the GPUs of the verifiers."
         yield "trainer.accelerator", problem, "leave it out and set target.accelerator, or trainer.colocate=false."
     if trainer.max_staleness and trainer.offload:

@@ -136,8 +136,9 @@ class TargetConfig:
     gpus: int = at_least(0, default=0)
     """GPUs of each verifier; 0 runs on the CPU."""
     accelerator: str | None = accelerator_type()
-    """Kind of these GPUs: one of Ray's accelerator types, such as `H100`, `in(H100, H200)` or `!T4`, or a label of
-    nodes, such as `market-type=spot`; commas stand between several conditions. Default: any."""
+    """Kind of these GPUs: one of Ray's accelerator types, such as `H100`, `'in(H100, H200)'` or `'!T4'` (YAML
+    needs the quotes), or a label of nodes, such as `market-type=spot`; commas stand between several conditions.
+    Default: any."""
     tensor_parallel: int = at_least(1, default=1)
     """For `vllm`: ranks over which the model of a verifier is split, each on its own GPU or on its share of the
     verifier's cores."""

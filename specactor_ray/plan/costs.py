@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.config.accelerators import allows_kind
+from specactor_ray.config.accelerators import allows_kind, of_kind
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.files import parse_json, read_foreign
@@ -171,11 +171,11 @@ def _ladder(standings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def usable_costs(profile: str | None, target: TargetConfig, kind: str = "") -> Costs:
-    """The costs in the file `profile` for a target on GPUs of its `accelerator`, or else of this kind. Raises
-    ConfigError as `load_costs`; or they are those of another target, or lack acceptance."""
+    """The costs in the file `profile` for a target on GPUs of its `accelerator`, and of this kind if it is known.
+    Raises ConfigError as `load_costs`; or they are those of another target, or lack acceptance."""
     if profile is None:
         raise ConfigError("profile", "is not set.", "name the summary of a run: profile=runs/NAME/summary.json")
-    costs = load_costs(profile, accelerator=(target.accelerator or kind or None) if target.gpus else None)
+    costs = load_costs(profile, accelerator=target.accelerator, kind=kind if target.gpus else "")
     for name, there in costs.target.items():
         if there != (here := getattr(target, name)):
             problem = f"{profile} was measured with target.{name}={there}, and here it is {here}."
@@ -186,9 +186,10 @@ def usable_costs(profile: str | None, target: TargetConfig, kind: str = "") -> C
     return costs
 
 
-def load_costs(path: str | Path, key: str = "profile", accelerator: str | None = None) -> Costs:
+def load_costs(path: str | Path, key: str = "profile", accelerator: str | None = None, kind: str = "") -> Costs:
     """Read the section of a file. Raises ConfigError for `key`: the file does not exist, is damaged, has no costs of at
-    least two sizes of steps, or not those of a single kind of verifiers' GPUs that `accelerator` allows."""
+    least two sizes of steps, or not those of a single kind of verifiers' GPUs that `accelerator` allows, and this kind.
+    Costs of an unknown kind alone are those of any."""
     path = Path(path).expanduser()
     try:
         costs = _costs(parse_json(read_foreign(path))["costs"])
@@ -205,14 +206,15 @@ def load_costs(path: str | Path, key: str = "profile", accelerator: str | None =
         problem = f"{path} has the cost of less than {_LEAST_POINTS} sizes of verify steps, so its run was too short."
         raise ConfigError(key, problem, _ANOTHER)
     measured = ", ".join(map(kind_in_words, costs.kinds))
-    fitting = [kind for kind in costs.kinds if allows_kind(accelerator, kind)]
-    if not fitting:
-        problem = f"{path} was measured with a target on {measured}, and here it is on {accelerator}."
+    fitting = [one for one in costs.kinds if allows_kind(accelerator, one) and kind in ("", one)]
+    if not fitting and list(costs.kinds) != [""]:
+        problem = f"{path} was measured with a target on {measured}, and here it is on {kind or accelerator}."
         raise ConfigError(key, problem, _ANOTHER)
     if len(fitting) > 1:
         problem = f"{path} has the costs of a target on {measured}, and those of one kind are used."
-        raise ConfigError(key, problem, f"name the kind: target.accelerator={next(filter(None, fitting))}")
-    return replace(costs, kind=fitting[0])
+        fix = f"name the kind: target.accelerator={of_kind(accelerator, next(filter(None, fitting)))}"
+        raise ConfigError(key, problem, fix if key == "profile" else "name the summary.json of a run on one kind.")
+    return replace(costs, kind=next(iter(fitting), ""))
 
 
 def kind_in_words(kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from specactor_ray.cluster.address import is_connected
 from specactor_ray.cluster.cores import draft_cores
-from specactor_ray.config.accelerators import allows_kind, has_bfloat16
+from specactor_ray.config.accelerators import allows_kind, has_bfloat16, sets_of
 from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import AUTO, ClusterConfig, Config
 from specactor_ray.config.training_schema import TrainerConfig
@@ -36,10 +35,8 @@ class Devices(NamedTuple):
     def lacking(self, there: Devices) -> tuple[str, ...]:
         """The fewest values of `accelerator` that together need more GPUs than they may have; empty if there are
         none."""
-        for some in (some for size in range(len(self.kinds)) for some in itertools.combinations(self.kinds, size + 1)):
-            if sum(self.kinds[one] for one in some) > there.of_kind(*some):
-                return some
-        return ()
+        too_few = (one for one in sets_of(self.kinds) if sum(map(self.kinds.__getitem__, one)) > there.of_kind(*one))
+        return next(too_few, ())
 
     def of_kind(self, *accelerators: str | None) -> int:
         """GPUs that one of these values of `accelerator` allows: of a layout those of the very values; without kinds
@@ -94,14 +91,19 @@ class Machine:
         gpus = self.gpus if cluster.num_gpus is None else cluster.num_gpus
         return Devices(cluster.num_cpus or self.cores, gpus, {self.kind: gpus} if self.kind else {})
 
-    def fitting_dtype(self, dtype: str, on_gpu: bool, backend: str = "hf", accelerator: str | None = None) -> str:
-        """Data type for `auto`; any other is returned unchanged. `accelerator`: kind of the GPUs, by default of this
-        machine. `vllm` computes in float32 on CPUs: bits in bfloat16 are proved to be independent of the batch only for
-        `hf`."""
+    def kind_of(self, cluster: ClusterConfig) -> str:
+        """Kind of the GPUs of a cluster that will be started here; empty for another one."""
+        return self.kind if self.hosts(cluster) else ""
+
+    def fitting_dtype(
+        self, dtype: str, on_gpu: bool, backend: str = "hf", accelerator: str | None = None, kind: str = ""
+    ) -> str:
+        """Data type for `auto`; any other is returned unchanged. `kind`: that of the GPUs if `accelerator` names none.
+        `vllm` computes in float32 on CPUs: bits in bfloat16 are proved to be independent of the batch only for `hf`."""
         if dtype != AUTO:
             return dtype
         if on_gpu:
-            return "bfloat16" if has_bfloat16(accelerator or self.kind) else "float16"
+            return "bfloat16" if has_bfloat16(accelerator, kind) else "float16"
         return "bfloat16" if backend == "hf" and self.bfloat16 else "float32"
 
 

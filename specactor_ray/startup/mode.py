@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specactor_ray.cluster.cores import draft_cores
-from specactor_ray.config.accelerators import of_kind
+from specactor_ray.config.accelerators import label_selector, of_kind
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
@@ -50,8 +50,8 @@ def settle(
         config, plan = plan_config(given := config, machine)
         return config, [*plan.lines(), *_dtype_line(given, config)]
     config, given, lines = copy.deepcopy(config), config, list[str]()
-    target, there = config.target, there or machine.devices(config.cluster)
-    target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend, target.accelerator)
+    target, there, kind = config.target, there or machine.devices(config.cluster), machine.kind_of(config.cluster)
+    target.dtype = machine.fitting_dtype(target.dtype, target.gpus > 0, target.backend, target.accelerator, kind)
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
         if there is not None:
@@ -66,7 +66,7 @@ def settle(
         validate(config)
     for drafter in config.drafters:
         place = target if config.mode is ModeName.coupled else drafter
-        drafter.dtype = machine.fitting_dtype(drafter.dtype, place.gpus > 0, accelerator=place.accelerator)
+        drafter.dtype = machine.fitting_dtype(drafter.dtype, place.gpus > 0, "hf", place.accelerator, kind)
     return config, [*lines, *_dtype_line(given, config)]
 
 
@@ -157,8 +157,8 @@ def plan_config(config: Config, machine: Machine, modes: Sequence[ModeName] = AL
         InputError: No layout fits.
     """
     config, _ = settle(config, machine, mode=ModeName.decoupled)
-    kind = machine.kind if machine.devices(config.cluster) is not None else ""
-    plan = make_plan(config, usable_costs(config.profile, config.target, kind), machine, modes)
+    costs = usable_costs(config.profile, config.target, machine.kind_of(config.cluster))
+    plan = make_plan(config, costs, machine, modes)
     apply_plan(config, plan)
     validate(config)
     return config, plan
@@ -189,9 +189,10 @@ def _pin(config: Config, kinds: Mapping[str, str]) -> list[str]:
     sections += [(f"drafters.{number}", one.method, one) for number, one in enumerate(config.drafters)]
     found = []
     for key, name, section in sections:
-        if section.gpus and (kind := kinds.get(name)) and section.accelerator != of_kind(section.accelerator, kind):
-            section.accelerator = of_kind(section.accelerator, kind)
-            found.append(f"{key}.accelerator={section.accelerator}")
+        pinned = of_kind(section.accelerator, kinds.get(name) or "")
+        if section.gpus and name in kinds and label_selector(section.accelerator) != label_selector(pinned):
+            section.accelerator = pinned
+            found.append(f"{key}.accelerator={pinned}")
     if config.trainer.colocate:
         config.trainer.accelerator = None  # that of the target
     return found

@@ -114,6 +114,19 @@ class TestVariants:
         assert {variant.total_cores for variant in variants[3:]} == {2}
 
     @pytest.mark.parametrize(
+        ("target", "drafter", "more"),
+        [("H100", "L4", 0), ("H100", "in(H100, L4)", 0), (None, "L4", 1), ("H100", "in(H100)", 1), ("H100", None, 1)],
+    )
+    def test_more_verifiers_are_on_gpus_that_the_target_may_use(
+        self, target: str | None, drafter: str | None, more: int
+    ) -> None:
+        base = config(cores=2, gpus=1, accelerator=target)
+        base.drafters = [DrafterConfig("draft_model", model="m", gpus=1, accelerator=drafter)]
+        variants, left_out = plan_variants(base, ALL, [4])
+        assert sum(one.config.target.replicas > 1 for one in variants) == 2 * more
+        assert ["plain with 1 more GPU(s)" in "".join(left_out)] == [not more]
+
+    @pytest.mark.parametrize(
         ("modes", "batches", "problem"),
         [
             (["decoupled"], [4], "--modes must contain plain"),

@@ -32,6 +32,9 @@ def node(cpus: float, gpus: float = 0.0, kind: str = "", ip: str = "10.0.0.1", *
         ([Demand("a", 1, 1), Demand("b", 1, 1)], [node(8, 1)], False),
         ([Demand("a", 1, 1, accelerator="L4"), Demand("b", 1, 1)], [node(8, 1, "L4"), node(8, 1, "H100")], True),
         ([Demand(name, 1, 1, accelerator="L4") for name in "ab"], [node(8, 1, "L4"), node(8, 1, "H100")], False),
+        ([Demand(kind, 1, 2, accelerator=kind) for kind in ("L4", "in(L4)")], [node(8, 3, "L4"), node(8, 4)], False),
+        ([Demand(kind, 1, 2, accelerator=kind) for kind in ("L4", "!T4", "in(L4, T4)")], [node(8, 5, "L4")], False),
+        ([Demand(kind, 1, 2, accelerator=kind) for kind in ("L4", "!T4")], [node(8, 2, "L4"), node(8, 2)], True),
         ([Demand("a", 4, 1, accelerator="L4")], [node(2, 1, "L4"), node(8, 1, "H100")], False),
         ([], [node(1)], True),
     ],
@@ -79,6 +82,7 @@ def test_a_kind_that_no_node_has_is_refused_with_what_there_is(asked: Config, ke
 def test_kinds_that_are_there_and_those_not_needed_yet_pass() -> None:
     require_kinds(config("in(A100,H100)", "!A100", "market=!spot"), CLUSTER)
     require_kinds(config(drafter="H100", replicas=0), CLUSTER)  # a node may join before `specactor scale`
+    require_kinds(config("H100"), [*CLUSTER, node(4, **{"ray.io/node-group": "head"})])  # an autoscaler may start one
 
 
 def test_a_node_needs_as_many_gpus_as_an_actor() -> None:
@@ -99,4 +103,6 @@ def test_what_is_missing_is_told_by_kind() -> None:
     assert "Missing: 0 CPU, 2 GPU (L4)\n" in table
     assert "draft_model (6)          1 CPU, 1 GPU (L4) each" in table
     assert "10.0.0.3 (33333333)      8 CPU, 4 GPU (A100), free 8 CPU, 4 GPU" in table
+    shared = [Demand("verifier-0", 1, 3, accelerator="in(L4)"), *wanted[:2]]
+    assert "Missing: 0 CPU, 1 GPU (in(L4) and L4)\n" in demand_against_supply(shared, CLUSTER)
     assert gpus_by_kind(CLUSTER) == {"A100": 8.0, "L4": 4.0}

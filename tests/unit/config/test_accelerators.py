@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray._private.label_utils import validate_label_selector  # what Ray applies to a placement group
 
-from specactor_ray.config.accelerators import KIND_LABEL, allows, label_selector
+from specactor_ray.config.accelerators import KIND_LABEL, allows, label_selector, within
 
 L4_SPOT = {KIND_LABEL: "L4", "market-type": "spot"}
 
@@ -27,11 +27,30 @@ L4_SPOT = {KIND_LABEL: "L4", "market-type": "spot"}
         ("in(L4,A10G), market-type=reserved", False),
         ("ray.io/region=west", False),
         ("ray.io/region=!west", True),
+        ("a-b.c/d.e_f=!x", True),
     ],
 )
 def test_nodes_that_a_value_allows(value: str | None, allowed: bool) -> None:
     assert allows(value, L4_SPOT) is allowed
     assert validate_label_selector(label_selector(value)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "is_within"),
+    [
+        ("H100, a=b", "a=b,H100", True),
+        ("H100", "in(H100)", True),
+        ("L4, a=b", "in(H100,T4)", False),
+        ("L4, market=spot", "!in(T4,H100)", True),
+        ("in(L4, T4)", "L4", False),
+        ("!T4", "!T4", True),
+        ("!T4", "L4", False),
+        (None, "L4", False),
+        ("L4", None, True),
+    ],
+)
+def test_values_that_other_ones_include(value: str | None, other: str | None, is_within: bool) -> None:
+    assert within(value, other) is is_within
 
 
 def test_the_form_for_ray() -> None:

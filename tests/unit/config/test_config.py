@@ -12,6 +12,7 @@ import pytest
 
 from specactor_ray.config.fields import describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import (
     Config,
     DrafterConfig,
@@ -144,6 +145,9 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["target.accelerator=H100"], "target.accelerator", "target.gpus=1"),
     ([*GPU, "target.accelerator='H 100'"], "target.accelerator", "in(L4, A10G)"),
     ([*GPU, "target.accelerator='in(L4,'"], "target.accelerator", "such as H100"),
+    ([*GPU, "target.accelerator='-x/zone=a'"], "target.accelerator", "'!T4' (YAML needs the quotes)"),
+    ([*GPU, "target.accelerator='x_/zone=a'"], "target.accelerator", "'in(L4, A10G)'"),
+    ([*GPU, "target.accelerator=!T4"], "target.accelerator", "\"target.accelerator='...'\""),
     ([*GPU, "target.accelerator='=spot'"], "target.accelerator", "market-type=spot"),
     ([*GPU, "target.accelerator='H100,A100'"], "target.accelerator", "two conditions on one label"),
     ([DRAFTS_ON_GPU, "drafters.0.gpus=0"], "drafters.0.accelerator", "drafters.0.gpus=1"),
@@ -238,6 +242,7 @@ def test_a_missing_file_is_named() -> None:
         ["mode=plain", *SPLIT],
         ["mode=plain", *GPU, "target.accelerator='in(H100, H200), market-type=!spot'"],
         ["mode=coupled", *GPU, "target.accelerator=H100", DRAFTS_ON_GPU],
+        ["mode=plain", *GPU, "target.accelerator='a-b.c/zone=in(x, y)'"],
         ["mode=coupled", *SPLIT, "drafters=[{method: draft_model, model: m, gpus: 1}]"],
         ["mode=plain", "target.backend=vllm", "target.compiled=false"],
         ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
@@ -256,6 +261,12 @@ def test_a_race_that_is_off_needs_no_quotes(tmp_path: Path, text: str) -> None:
     from_file = load_config(write(tmp_path, f"mode: plain\nspeculation:\n  race: {text}\n"))
     assert from_item.speculation.race is from_file.speculation.race is expected
     assert load_config(write(tmp_path, to_yaml(from_item))) == from_item
+
+
+@pytest.mark.parametrize("kind", ["in(H100)", "ray.io/accelerator-type=H100", "in(A100, H100)"])
+def test_a_colocated_trainer_may_name_the_kind_of_the_verifiers(kind: str) -> None:
+    given = ["target.accelerator='H100, a=b'", "data.n=2", "trainer.gpus=1", f"trainer.accelerator='{kind}'"]
+    validate_training(load_config(None, ["mode=plain", *GPU, *given, "trainer.colocate=true"]))
 
 
 class TestWriting:

@@ -138,6 +138,14 @@ def test_times_of_unlike_gpus_are_not_merged(tmp_path: Path) -> None:
         load_costs(file, accelerator="H200")
     with refused("profile", "target.accelerator=H100"):
         load_costs(file)
+    with refused("profile", "target.accelerator=H100, market=spot"):
+        load_costs(file, accelerator="market=spot")
+    assert load_costs(file, accelerator="market=spot", kind="A100").kind == "A100"
+    for accelerator in (None, "market=spot", "!T4"):
+        with refused("profile", "here it is on L4"):
+            load_costs(file, accelerator=accelerator, kind="L4")
+    file = written(tmp_path, found | {"verify": {"4": [[1, 0.1], [2, 0.2]]}})
+    assert {load_costs(file, accelerator=one, kind="L4").kind for one in (None, "L4")} == {""}, "of any kind"
 
 
 def test_hosted_drafts_are_on_the_kind_of_their_verifier() -> None:

@@ -26,6 +26,7 @@ from specactor_ray.startup.resolve import (
     check_draft_models,
     check_target,
     export_what_drafters_read,
+    require_devices,
     require_named,
     resolve,
     start_notes,
@@ -220,6 +221,27 @@ def test_a_cache_is_that_of_each_rank() -> None:
     plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
     one, two = (next(iter(plan_rollout_memory(plan).values())) for plan in plans)
     assert two - one == pytest.approx(2**30 + 2 * PROCESS_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["target.accelerator=L4"], "target", "1 GPU(s) of L4, and there are 0: those of this machine are H100"),
+        (["target.accelerator='!H100'"], "target", "of !H100"),
+        (["trainer.gpus=1", "trainer.accelerator=A100"], "trainer", "of A100"),
+        (["target.accelerator=market=spot", "trainer.gpus=1"], "", ""),
+        (["cluster.address=auto", "target.accelerator=L4"], "", ""),
+        (
+            ["target.accelerator=H100", "drafters=[{method: draft_model, model: m, gpus: 1, accelerator: L4}]"],
+            "drafters.0",
+            "of L4",
+        ),
+    ],
+)
+def test_a_kind_that_this_machine_has_not_is_refused_before_a_start(overrides: list[str], key: str, words: str) -> None:
+    given = ["mode=decoupled", "drafters=[{method: ngram}]", "target.gpus=1", "target.cores=1", *overrides]
+    with refused(f"{key}.accelerator", words) if key else nullcontext():
+        require_devices(from_mapping({}, given), Machine(16, 2, kind="H100"), trains=True)
 
 
 def test_a_machine_with_too_little_memory_is_told_before_anything_starts() -> None:

@@ -139,10 +139,14 @@ def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_else
         (["target.accelerator='in(A100, V100)'", "drafters.0.accelerator='!T4'"], "", "float16", "bfloat16"),
         (["target.accelerator='T4, market=spot'", "drafters.0.dtype=bfloat16"], "A100", "float16", "bfloat16"),
         ([], "T4", "float16", "float16"),
+        (["target.accelerator='!V100'", "drafters.0.accelerator=market=spot"], "T4", "float16", "float16"),
+        (["target.accelerator=H100"], "T4", "bfloat16", "float16"),
+        (["cluster.address=auto", "target.accelerator=market=spot"], "T4", "bfloat16", "bfloat16"),
     ],
 )
 def test_gpus_without_bfloat16_compute_in_float16(overrides: list[str], kind: str, target: str, drafter: str) -> None:
-    given = ["mode=decoupled", "target.gpus=1", f"drafters=[{MODEL}]", "cluster.address=auto", *overrides]
+    """On the GPUs that are named, else on those of this machine, unless the cluster is another one."""
+    given = ["mode=decoupled", "target.gpus=1", f"drafters=[{MODEL}]", *overrides]
     config, _ = settle(load_config(None, given), Machine(8, 8, kind=kind))
     assert (config.target.dtype, config.drafters[0].dtype) == (target, drafter)
 

@@ -224,6 +224,8 @@ class TestKinds:
         assert title == "32 requests on 4 device(s); costs: target on H100, draft_model on L4"
         config, _ = plan_config(self.on(file, "target.accelerator='in(H100, H200), market=spot'"), HERE)
         assert config.target.accelerator == "H100, market=spot"
+        config, plan = plan_config(self.on(file, "target.accelerator='in(H100)'"), HERE)
+        assert config.target.accelerator == "in(H100)" and "target.accelerator" not in plan.notes[0]
 
     def test_draft_actors_of_another_kind_take_no_gpu_of_a_verifier(self, file: Path) -> None:
         for replicas in (1, 2, 4):

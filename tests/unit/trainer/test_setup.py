@@ -86,6 +86,11 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
             "trainer.accelerator",
             "target.accelerator",
         ),
+        (
+            "trainer.colocate=true; trainer.gpus=1; target.gpus=1; trainer.accelerator=H100; target.accelerator='!T4'",
+            "trainer.accelerator",
+            "target.accelerator",
+        ),
         ("trainer.colocate=true", "trainer.colocate", "target.gpus=1"),
         ("trainer.colocate=true; trainer.gpus=1", "trainer.colocate", "target.gpus=1"),
         (
