@@ -114,6 +114,7 @@ def parts_of(steps: Sequence[Mapping[str, Any]], parts: Sequence[int]) -> list[d
 def _part_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     drafts = _summed_drafts([(one["tokens"], one) for one in steps])
     paired = [one for one in steps if one["plain_s"] is not None]
+    timed = paired or steps
     most, plain_s = drafts["best_length"], sum(one["plain_s"] for one in paired)
     also = {}
     for way in steps[0]["also"]:
@@ -128,7 +129,7 @@ def _part_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens": sum(one["tokens"] for one in steps),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "plain_tokens_per_s": sum(one["tokens"] for one in paired) / plain_s if paired else None,
-        "drafted_tokens_per_s": sum(one["tokens"] for one in steps) / sum(one["drafted_s"] for one in steps),
+        "drafted_tokens_per_s": sum(one["tokens"] for one in timed) / sum(one["drafted_s"] for one in timed),
         "rollout_share": plain_s / sum(one["plain_step_s"] for one in paired) if paired else None,
         **drafts,
         "rollout": _ratio([(one["plain_s"], one["drafted_s"]) for one in paired], most, "rollout"),
@@ -139,9 +140,9 @@ def _part_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _summed_drafts(steps: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     """Figures of drafts over steps, each with its number of tokens."""
+    row_steps = sum(tokens / one["acceptance_length"] for tokens, one in steps if tokens)
     return {
-        "acceptance_length": sum(tokens for tokens, _ in steps)
-        / sum(tokens / one["acceptance_length"] for tokens, one in steps),
+        "acceptance_length": sum(tokens for tokens, _ in steps) / (row_steps or 1.0),
         "by_method": _summed([one["by_method"] for _, one in steps]),
         "judged": _summed([one["judged"] for _, one in steps]),
         "supplied": [sum(pair) for pair in zip(*(one["supplied"] for _, one in steps), strict=True)],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +28,15 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
-from specactor_ray.core.errors import ConfigError, SpecActorError
+from specactor_ray.core.errors import ConfigError, InputError, SpecActorError, UserError
 from specactor_ray.core.files import refuse_existing, require_folder, write_json
 from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.records import METRICS_FILE, read_records
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.mode import settle
+from specactor_ray.startup.resolve import Resolved, resolve
+from specactor_ray.trainer.run import checked, train
 from specactor_ray.transport.messages import RequestStats
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from specactor_ray.transport.messages import WeightSet
 
 REPORT_FILE = "bench.json"
+_SIZES = ("replicas", "cores", "gpus", "tensor_parallel", "max_batch", "max_step_tokens", "kv_cache_gb")
+_LAYOUT = tuple(f"target.{name}" for name in _SIZES)
+_DRAFTS = ("mode", "drafters", "speculation.", "target.hidden_layers")
+"""What the rollouts of a step may have of their own: the layout of the target, and with drafts what they are."""
 
 
 class PairedRollout:
@@ -51,7 +57,7 @@ class PairedRollout:
     and the drafted one first; `plain_every`: steps from one plain rollout to the next, 0 without any."""
 
     def __init__(self, rollouts: Mapping[str, Rollout], plain_every: int = 1) -> None:
-        self._rollouts, self._plain_every = rollouts, plain_every
+        self._rollouts, self._plain_every, self.names = rollouts, plain_every, list(rollouts)
         self.pairs: list[StepPair] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -74,17 +80,13 @@ class PairedRollout:
         for rollout in self._rollouts.values():
             rollout.wake()
 
-    @property
-    def drafting(self) -> list[str]:
-        """Names of the rollouts with drafts, in the order of tables."""
-        return [way for way in self._rollouts if way != PLAIN]
-
     def ways(self, step: int) -> list[tuple[str, Rollout]]:
-        """The rollouts of a step, from 0, in an order that turns from step to step."""
-        turn, rest = divmod(step, self._plain_every) if self._plain_every else (0, 1)
+        """The rollouts of a step, from 0, in an order that turns from step to step and is reversed in every second
+        round of turns, so that each one is as often before as behind another."""
+        turn, rest = divmod(step, self._plain_every) if self._plain_every else (-1, 1)
         ways = [(way, rollout) for way, rollout in self._rollouts.items() if way != PLAIN or not rest]
-        first = (step - turn - 1 if rest else turn) % len(ways)
-        return ways[first:] + ways[:first]
+        turns, first = divmod(step - turn - 1 if rest else turn, len(ways))
+        return (ways[first:] + ways[:first])[:: -1 if turns % 2 else 1]
 
 
 class PairedMaker:
@@ -111,6 +113,7 @@ class PairedMaker:
                     max(map(acceptance_length, made[way].trajectories), default=1.0),
                 )
         drafted = made[DRAFTED]
+        stream.position, stream.skipped = drafted.position
         lengths = [one.num_own_tokens for one in drafted.trajectories]
         reference = _by_place(made.get(PLAIN, drafted))
         self._rollout.pairs.append(
@@ -119,7 +122,7 @@ class PairedMaker:
                 position / stream.size,
                 sum(lengths),
                 seconds,
-                drafts={way: drafts[way] for way in self._rollout.drafting},
+                drafts={way: drafts[way] for way in self._rollout.names if way in drafts},
                 longest=max(lengths, default=0),
                 differences=[
                     {"rollout": way, **difference}
@@ -173,8 +176,8 @@ def run_bench(
             drafted one.
 
     Raises:
-        ConfigError: A configuration has no drafts to compare or continues a run, or a name of `also` is taken; besides
-            the errors of `train`.
+        ConfigError: The configuration has no drafts to compare or continues a run, or a name of `also` is taken.
+        InputError: Overrides are wrong, or change what is the same for all rollouts; besides the errors of `train`.
     """
     refuse_existing(output, "--output")
     if output is not None:
@@ -182,21 +185,22 @@ def run_bench(
     _refuse_incomparable(config)
     if taken := {PLAIN, DRAFTED, drafted_name(config)} & also.keys():
         raise ConfigError("--also", f"{min(taken)!r} is the name of another rollout.", "give it another name.")
-    settled, _ = settle(config, Machine.here())
-    others = [
-        *([_without_drafts(settled, plain)] if plain_every else []),
-        *(_with_other_drafts(settled, way, also[way]) for way in also),
-    ]
-    cores = sum(devices_of(one).cores for one in (settled, *others))
+    if plain and not plain_every:
+        raise InputError("--plain: with --plain-every 0 there is no plain rollout")
+    common = copy.deepcopy(checked(config)[0].config)  # before anything starts
+    common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
+    others = {way: _beside_it(common, f"--also {way}", also[way], drafts=True) for way in also}
+    if plain_every:
+        others = {PLAIN: _beside_it(common, "--plain", plain, drafts=False), **others}
     with signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.cluster.connection import connect
-        from specactor_ray.trainer.run import train
 
     held: list[PairedRollout] = []
-    beside = functools.partial(_beside, config, plain, also, plain_every, held)
+    beside = functools.partial(_beside, others, plain_every, held)
     say(console, "each step has several rollouts, by turns: rollout seconds of lines and metrics.jsonl are of all")
     cluster = copy.copy(config.cluster)
     if cluster.address == "local":  # room for all, of which one rolls out at a time
+        cores = sum(devices_of(one).cores for one in (common, *(other.config for other in others.values())))
         cluster.num_cpus = max(cores, cluster.num_cpus or 0)
     with sigterm_interrupts(), connect(cluster):
         try:
@@ -212,9 +216,7 @@ def run_bench(
 
 @contextlib.contextmanager
 def _beside(
-    config: Config,
-    plain: Sequence[str],
-    also: Mapping[str, Sequence[str]],
+    others: Mapping[str, Resolved],
     plain_every: int,
     held: list[PairedRollout],
     rollout: Rollout,
@@ -224,14 +226,9 @@ def _beside(
     from specactor_ray.rollout.rollout import Rollout
 
     with contextlib.ExitStack() as parts:
-        common = copy.deepcopy(rollout.config)
-        common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
-        rollouts = {DRAFTED: rollout}
-        if plain_every:
-            rollouts = {PLAIN: parts.enter_context(Rollout(_without_drafts(common, plain))), **rollouts}
-        for way, items in also.items():
-            rollouts[way] = parts.enter_context(Rollout(_with_other_drafts(common, way, items)))
-        held.append(PairedRollout(rollouts, plain_every))
+        started = {way: parts.enter_context(Rollout(other)) for way, other in others.items()}
+        first = {way: started.pop(way) for way in (PLAIN,) if way in started}
+        held.append(PairedRollout({**first, DRAFTED: rollout, **started}, plain_every))
         yield held[0], PairedMaker(maker, held[0])
 
 
@@ -264,21 +261,35 @@ def drafted_name(config: Config) -> str:
     return ", ".join(one.method + " taught" * (one is taught) for one in config.drafters)
 
 
-def _without_drafts(config: Config, items: Sequence[str]) -> Config:
-    """The plain configuration on the same cores, those of draft actors included, with these overrides."""
-    plain = with_cores_of(config, from_mapping(yaml.safe_load(to_yaml(config)), ["mode=plain", "run.name=null"]))
-    return from_mapping(yaml.safe_load(to_yaml(plain)), items)
+def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) -> Resolved:
+    """The rollout of an option beside that of `config`, on the same cores, those of draft actors included: without
+    drafts, or with `drafts` of its own. InputError: it cannot run, or be compared with the others."""
+    tree, own = yaml.safe_load(to_yaml(config)), _LAYOUT + _DRAFTS * drafts
+    base = ["run.name=null", *([] if drafts else ["mode=plain"])]
+    try:
+        other = from_mapping(tree, [*base, *items])
+        if changed := [key for key in _changed(from_mapping(tree, base), other) if not key.startswith(own)]:
+            fix = f"override {', '.join(one.strip('.') for one in own)}."
+            raise ConfigError(changed[0], "the rollouts of a step have it in common.", fix)
+        if drafts:
+            _refuse_incomparable(other)
+            if (taught := online_drafter(other)) is not None:
+                key = f"drafters.{other.drafters.index(taught)}.online.where"
+                problem = f"is {taught.online.where.value!r}, and the head of the training alone is taught."
+                raise ConfigError(key, problem, f"{option}:{key}=off.")
+        return resolve(with_cores_of(config, other), Machine.here(), sampled=False)
+    except UserError as error:
+        raise InputError(f"{option}: {error}") from None
 
 
-def _with_other_drafts(config: Config, way: str, items: Sequence[str]) -> Config:
-    """The configuration of a further rollout, on the same cores. ConfigError: it has no drafts, or a head to teach."""
-    other = from_mapping(yaml.safe_load(to_yaml(config)), ["run.name=null", *items])
-    _refuse_incomparable(other)
-    if (taught := online_drafter(other)) is not None:
-        key = f"drafters.{other.drafters.index(taught)}.online.where"
-        problem = f"is {taught.online.where.value!r} in the rollout {way!r}: the head of the training alone is taught."
-        raise ConfigError(key, problem, f"--also '{way}:{key}=off'.")
-    return with_cores_of(config, other)
+def _changed(one: Any, other: Any, prefix: str = "") -> Iterator[str]:
+    """Keys whose values differ in two configurations or sections."""
+    for name in (field.name for field in dataclasses.fields(one)):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if dataclasses.is_dataclass(mine):
+            yield from _changed(mine, theirs, f"{prefix}{name}.")
+        elif mine != theirs:
+            yield prefix + name
 
 
 def _refuse_incomparable(config: Config) -> None:

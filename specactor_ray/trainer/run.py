@@ -64,14 +64,8 @@ def train(
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints are kept.
     """
-    config = prepared(config)
-    for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
-        if folder:
-            require_folder(Path(folder).expanduser(), key)
-    machine = Machine.here()
-    resolved = resolve(config, machine, trains=True)
-    config = resolved.config
-    stream = checked_tasks(resolved)
+    resolved, stream = checked(config)
+    config, machine = resolved.config, Machine.here()
     for line in resolved.choices:
         say(console, line)
     with sigterm_interrupts():
@@ -139,6 +133,16 @@ def _tokenizer(target: TargetConfig) -> Any:
 
 
 # ---- checks that need no cluster ----
+
+
+def checked(config: Config) -> tuple[Resolved, TaskStream]:
+    """The configuration of a training run as it runs, and its tasks. Raises as `train`; nothing is started."""
+    config = prepared(config)
+    for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder:
+            require_folder(Path(folder).expanduser(), key)
+    resolved = resolve(config, Machine.here(), trains=True)
+    return resolved, checked_tasks(resolved)
 
 
 def dtype_note(ours: str, trainers: str) -> list[str]:

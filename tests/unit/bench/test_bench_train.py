@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +15,18 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.bench.pairs import DRAFTED, PLAIN, DraftCounts, StepPair, figures_of, parts_of, thirds
-from specactor_ray.bench.train import PairedMaker, PairedRollout, drafted_name, judged_between, run_bench, supplied_of
+from specactor_ray.bench.train import PairedMaker, PairedRollout, judged_between, run_bench, supplied_of
 from specactor_ray.cli.bench import parse_also
 from specactor_ray.cli.bench_train_report import history_table, training_pairs_table, write_plot
+from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.errors import InputError, SpecActorError
+from specactor_ray.core.errors import InputError, SpecActorError, UserError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
+from tests.tiny import tiny_eagle, tiny_target
 
 
 def drafts(accepted: int, method: str = "suffix", best: float = 2.5) -> DraftCounts:
@@ -68,6 +72,10 @@ def test_parts_add_up_and_compare_step_by_step() -> None:
     assert parts[0]["by_method"] == {"suffix": [120, 103]}
     assert parts[0]["judged"] == {"suffix": [160, 103]} and parts[0]["supplied"] == [60.0, 80.0]
     assert parts_of([], []) == []
+    empty = StepPair(7, 3.0, 0, {DRAFTED: 1.0}, {DRAFTED: 1.0}, {DRAFTED: DraftCounts()})
+    none, some = (parts_of(figures_of([*pairs[:n], empty], map(record, range(1, 8))), [0] * (n + 1))[0] for n in (0, 1))
+    assert (none["tokens"], none["acceptance_length"]) == (0, 0.0), "all outputs failed"
+    assert (some["tokens"], some["acceptance_length"]) == (100, steps[0]["acceptance_length"])
     assert "2.00 (2.00 to 2.00)" in shown(training_pairs_table(parts, "by third"))
 
 
@@ -106,6 +114,8 @@ def test_each_rollout_has_its_acceptance_by_epoch_also_in_steps_without_plain_de
     assert [one["also"]["frozen"]["judged"] for one in epochs] == [{"eagle": [160, 40]}] * 2
     assert epochs[0]["also"]["frozen"]["acceptance_length"] == 100 / 80
     assert epochs[0]["rollout"]["ratio"] == 2.0 and epochs[0]["plain_tokens_per_s"] == 100 / 9.0
+    slow = parts_of([steps[0], {**steps[1], "drafted_s": 90.0}], [0, 0])[0]
+    assert slow["drafted_tokens_per_s"] == 100 / 4.5, "of the step with a plain rollout, as the ratio"
     assert epochs[0]["also"]["frozen"]["rollout"]["ratio"] == 1.25, (
         "9 / 6, of which the acceptance length of the best output explains 1.25"
     )
@@ -137,15 +147,16 @@ class CountedRollout:
 
 
 class Made:
-    """A maker of experience that returns the tokens of the rollout, and notes its name."""
+    """A maker of experience that returns the tokens of the rollout, and notes its name. Only the drafted one finds
+    enough in two tasks."""
 
     def __init__(self) -> None:
         self.stream, self.order = SimpleNamespace(position=0, skipped=0, size=4), list[tuple[str, int, int]]()
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         self.order.append((rollout.name, step, self.stream.position))
-        self.stream.position += 2
-        return Experience(trajectories=[trajectory(rollout.tokens)])
+        self.stream.position += 2 if rollout.name == DRAFTED else 3
+        return Experience(trajectories=[trajectory(rollout.tokens)], position=(self.stream.position, 0))
 
 
 def trajectory(tokens: list[int]) -> Trajectory:
@@ -177,6 +188,14 @@ def test_all_rollouts_have_every_step_of_the_same_tasks_by_turns_and_plain_decod
     assert (difference["rollout"], difference["position"], difference["token"]) == ("frozen", 1, 5)
 
 
+@pytest.mark.parametrize(("others", "plain_every", "steps"), [(0, 1, 4), (1, 1, 6), (2, 1, 8), (1, 2, 12), (2, 0, 6)])
+def test_each_rollout_is_as_often_before_as_behind_another(others: int, plain_every: int, steps: int) -> None:
+    names = [*([PLAIN] if plain_every else []), DRAFTED, *map(str, range(others))]
+    paired = PairedRollout(dict.fromkeys(names), plain_every)  # type: ignore[arg-type]
+    before = Counter(pair for step in range(steps) for pair in combinations([name for name, _ in paired.ways(step)], 2))
+    assert before and all(before[one, other] == before[other, one] for one, other in before)
+
+
 def test_further_rollouts_have_names_and_overrides() -> None:
     items = ["suffix:drafters=[{method: suffix}]", "frozen: drafters.0.online.where=off", "frozen:drafters.0.window=4"]
     assert parse_also(items) == {
@@ -194,10 +213,25 @@ def test_without_plain_decoding_the_other_rollouts_are_compared_with_the_drafted
     for step in range(2):
         PairedMaker(made, paired).collect(None, SamplingParams(), step)  # type: ignore[arg-type]
         paired.update_weights("weights")  # type: ignore[arg-type]
-    assert [name for name, _, _ in made.order] == ["frozen", DRAFTED, DRAFTED, "frozen"]
+    assert [name for name, _, _ in made.order] == [DRAFTED, "frozen", "frozen", DRAFTED]
     steps = figures_of(paired.pairs, [record(1), record(2)])
     assert [one["plain_s"] for one in steps] == [None, None]
     assert [[one["rollout"] for one in step["differences"]] for step in steps] == [["frozen"], ["frozen"]]
+
+
+FROZEN = "drafters.0.online.where=off"
+CHANGED = {"sampling.temperature": 0, "trainer.steps": 1, "target.model": "other", "paced.stretch": 2, "run.name": "x"}
+
+
+def taught(tmp_path: Path, *overrides: str) -> Config:
+    """A training on two cores whose head is taught."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": "Count from 1 to 5.", "answer": "5"}) + "\n")
+    head = {"method": "eagle", "model": str(tiny_eagle()), "online": {"where": "trainer"}}
+    target = {"model": str(tiny_target()), "kv_cache_gb": 0.05, "cores": 1}
+    sizes = {"sampling": {"max_tokens": 8}, "trainer": {"steps": 2}, "data": {"path": str(tasks), "n": 2}}
+    settings = {"mode": "coupled", "target": target, "drafters": [head], "run": {"dir": str(tmp_path)}, **sizes}
+    return from_mapping(settings, overrides)
 
 
 def test_a_run_that_fails_leaves_the_report_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,35 +245,70 @@ def test_a_run_that_fails_leaves_the_report_of_its_steps(tmp_path: Path, monkeyp
             (folder / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
             raise SpecActorError("the controller is gone")
 
-    monkeypatch.setattr("specactor_ray.trainer.run.train", fail)
+    monkeypatch.setattr("specactor_ray.bench.train.train", fail)
     monkeypatch.setattr("specactor_ray.cluster.connection.connect", lambda _: contextlib.nullcontext())
-    changed = {"mode": "coupled", "run": {"dir": str(tmp_path)}, "data": {"path": "tasks.jsonl", "n": 2}}
-    config = from_mapping({"drafters": [{"method": "suffix"}], **changed})
     with pytest.raises(SpecActorError, match="controller is gone"):
-        run_bench(config, None, Console(file=io.StringIO()), plain_every=0)
+        run_bench(taught(tmp_path), None, Console(file=io.StringIO()), plain_every=0)
     report = json.loads((folder / "bench.json").read_text())
     assert (report["status"], [one["step"] for one in report["steps"]]) == ("failed", [1])
 
 
-TAUGHT = {"method": "eagle", "model": "head", "online": {"where": "trainer"}}
+def also(*items: str, name: str = "other") -> dict[str, Any]:
+    return {"also": {name: items}}
+
+
+COMMON = "the rollouts of a step have it in common"
 
 
 @pytest.mark.parametrize(
-    ("name", "items", "key"),
+    ("given", "start", "words"),
     [
-        ("other", [], "drafters.0.online.where"),
-        ("other", ["mode=plain"], "mode"),
-        ("other", ["drafters=[]"], "mode"),
-        ("other", ["drafters.0.windows=8"], "drafters.0.windows"),
-        (PLAIN, ["drafters.0.online.where=off"], "--also"),
-        ("eagle taught", ["drafters.0.online.where=off"], "--also"),
+        (also(), "--also other: drafters.0.online.where: ", "is 'trainer'"),
+        (also("mode=plain"), "--also other: mode: ", "no drafts"),
+        (also("drafters=[]"), "--also other: ", "drafters"),
+        (also("drafters.0.windows=8"), "--also other: drafters.0.windows: ", ""),
+        (also("drafters=[{method: draft_model, model: /nonexistent}]"), "--also other: ", "/nonexistent"),
+        (also(FROZEN, "target.cores=4096"), "--also other: target.cores: ", ""),
+        *[(also(FROZEN, f"{key}={value}"), f"--also other: {key}: ", COMMON) for key, value in CHANGED.items()],
+        (also(FROZEN, name=PLAIN), "--also: 'plain' is the name", ""),
+        (also(FROZEN, name="eagle taught"), "--also: 'eagle taught' is the name", ""),
+        ({"plain": ["mode=coupled"]}, "--plain: mode: ", COMMON),
+        ({"plain": ["drafters.0.window=2"]}, "--plain: drafters: ", COMMON),
+        ({"plain": ["target.model=/nonexistent"]}, "--plain: target.model: ", COMMON),
+        ({"plain": ["target.replicas=4096"]}, "--plain: target.cores: ", ""),
+        ({"plain": ["nosuch=2"]}, "--plain: nosuch: ", ""),
+        ({"plain": ["target.replicas=2"], "plain_every": 0}, "--plain: ", "--plain-every 0"),
+        ({"overrides": ["data.path=/nonexistent"]}, "data.path: ", ""),
+        ({"overrides": ["reward.functions=[{name: nosuch}]"]}, "reward.functions", "nosuch"),
     ],
 )
-def test_further_rollouts_that_cannot_be_compared_are_refused(name: str, items: list[str], key: str) -> None:
-    config = from_mapping({"mode": "coupled", "drafters": [TAUGHT], "data": {"path": "tasks.jsonl", "n": 2}})
-    assert drafted_name(config) == "eagle taught"
-    with refused(key):
-        run_bench(config, None, Console(), also={name: items})
+def test_what_cannot_be_compared_is_refused_before_anything_starts(
+    given: dict[str, Any], start: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specactor_ray.cluster.connection.connect", lambda _: pytest.fail("Ray starts"))
+    given = dict(given)
+    with pytest.raises(UserError) as caught:
+        run_bench(taught(tmp_path, *given.pop("overrides", ())), None, Console(), **given)
+    assert str(caught.value).startswith(start) and words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(("plain", "layout"), [([], (1, 2)), (["target.replicas=2"], (2, 1))])
+def test_the_rollouts_beside_a_training_have_its_cores(
+    plain: list[str], layout: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config: Config, console: Console, beside: Any) -> None:
+        others.update({way: other.config for way, other in beside.args[0].items()})
+        raise SpecActorError("enough")
+
+    others = dict[str, Config]()
+    monkeypatch.setattr("specactor_ray.bench.train.train", train)
+    monkeypatch.setattr("specactor_ray.cluster.connection.connect", lambda _: contextlib.nullcontext())
+    items = {"suffix": ["mode=coupled", "drafters=[{method: suffix}]"], "frozen": [FROZEN]}
+    with pytest.raises(SpecActorError, match="enough"):
+        run_bench(taught(tmp_path, "mode=decoupled"), None, Console(), plain, items)
+    assert list(others) == [PLAIN, "suffix", "frozen"] and all(one.target.updates for one in others.values())
+    assert [(one.target.replicas, one.target.cores) for one in others.values()] == [layout, (1, 2), (1, 1)]
+    assert [bool(one.target.hidden_layers) for one in others.values()] == [False, False, True]
 
 
 def test_what_drafters_judged_is_counted_by_method_and_from_new_weights_on_anew() -> None:
