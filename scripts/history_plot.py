@@ -30,7 +30,9 @@ def main(
             panels += history_panels(parse_json(read_foreign(Path(path))), title)
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise InputError(f"{item}: {path or 'no file'} is no report of bench train ({error!r})") from None
-    say(make_console(), plot.write_plot(output, *panels, columns=2))
+    if (line := plot.write_plot(output, *panels, columns=2)).startswith("no plot"):
+        raise InputError(f"--output: {line}")
+    say(make_console(), line)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,9 @@ def _rounds(demo: Demo) -> Iterator[Workload]:
             plain, auto = demo.results
             demo.say(_round_line(plain, auto))
             round_s, left_s = (demo.seconds - begin) / done, until_s - demo.seconds
-            demo.bench.stopped = why_stop(*paired_rounds(plain, auto), round_s, left_s, _LEAST_ROUNDS)
+            rounds, length = paired_rounds(plain, auto)
+            least = _LEAST_ROUNDS[0], _LEAST_ROUNDS[1] - (done - len(rounds))  # those without tokens take time, too
+            demo.bench.stopped = why_stop(rounds, length, round_s, left_s, least)
             demo.load = os.getloadavg()[0]
         if done == _EXAMPLE:
             output, tokenizer = demo.bench.outputs["auto"][0, 0], load_tokenizer(demo.model)
@@ -190,7 +192,7 @@ def _rounds(demo: Demo) -> Iterator[Workload]:
 def _round_line(plain: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
     """Speeds of the latest round, and the ratio of all."""
     number, ratio = len(auto["rounds"]), f"{auto['ratio']:.2f}"
-    if number > 2:
+    if number > 2 and auto["interval"] is not None:
         ratio += " (95%: {:.2f} to {:.2f})".format(*auto["interval"])
     speeds = f"plain {plain['rounds'][-1]:.1f}, auto {auto['rounds'][-1]:.1f} tokens/s"
     return f"round {number}: {speeds}; auto / plain until now {ratio}"

@@ -45,7 +45,7 @@ def bench_rollout(
         str | None,
         typer.Option(
             help="What to compare: plain; auto, as in rollout; coupled and (draft actors) decoupled with each method; "
-            "fon with all. Default: plain,auto,coupled,decoupled; with --paced fon in place of auto.",
+            "fon with all. Default: plain,auto,coupled,decoupled; with --paced (several methods) fon in place of auto.",
             show_default=False,
         ),
     ] = None,
@@ -83,12 +83,15 @@ def bench_rollout(
     items = [*(overrides or ()), "target.record_margins=true"]
     if paced is not None:
         config_file = config_file or Path(_PACED)
-        items += [f"paced.device={paced}", *([f"paced.stretch={stretch}"] if stretch is not None else ())]
-    elif stretch is not None:
-        raise InputError("--stretch is for --paced, such as --paced h100")
+        items.append(f"paced.device={paced}")
+    if stretch is not None:
+        items.append(f"paced.stretch={stretch}")
     settings, progress = load_settings(config_file, items)
     if settings.paced.device is not None:
-        modes, batch = modes or "plain,coupled,decoupled,fon", batch or "1,4,16"
+        races = ",fon" if len(settings.drafters) > 1 else ""
+        modes, batch = modes or f"plain,coupled,decoupled{races}", batch or "1,4,16"
+    elif stretch is not None:
+        raise InputError("--stretch is for --paced, such as --paced h100")
     chosen = parse_modes(modes or "plain,auto,coupled,decoupled")
     batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch, int, 1)
     heats = parse_numbers("--temperatures", temperatures, float, 0) if temperatures else []

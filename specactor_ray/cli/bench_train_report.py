@@ -94,17 +94,19 @@ def history_panels(report: Mapping[str, Any], title: str = "") -> tuple[plot.Pan
     epochs = report["epochs"]
     numbers = [one["part"] + 1 for one in epochs]
     rollouts = {report["drafted"]: epochs, **{way: [one["also"][way] for one in epochs] for way in epochs[0]["also"]}}
+    shares = {way: [right_share(one) for one in parts] for way, parts in rollouts.items()}
+    lengths = {way: [one["acceptance_length"] for one in parts] for way, parts in rollouts.items()}
+    rewards = [one["reward"] for one in epochs]
 
     def right(axes: Any) -> None:
-        for way, parts in rollouts.items():
-            axes.plot(numbers, [right_share(one) for one in parts], "o-", label=way)
-        rewards = [one["reward"] for one in epochs]
+        for way, values in shares.items():
+            axes.plot(numbers, values, "o-", label=way)
         axes.plot(numbers, rewards, ":", color="grey", label="reward")
         axes.set(xlabel="epoch", ylabel="draft tokens right", ylim=(0, 1), title=title)
 
     def length(axes: Any) -> None:
-        for way, parts in rollouts.items():
-            axes.plot(numbers, [one["acceptance_length"] for one in parts], "o-", label=way)
+        for way, values in lengths.items():
+            axes.plot(numbers, values, "o-", label=way)
         axes.set(xlabel="epoch", ylabel="tokens per request and step", ylim=(1, None), title=title)
 
     return right, length

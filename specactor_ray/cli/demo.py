@@ -158,7 +158,7 @@ def conclusions(report: Mapping[str, Any]) -> Iterator[str]:
     if differing := _differing(report):
         yield f"{differing} outputs differ from those of plain decoding: report this"
     else:
-        yield auto["verdict"]
+        yield auto["verdict"] or "no round gave tokens without drafts and with"
         yield "All outputs are token for token those of plain decoding"
     if auto["outcome"] == "noisy" and not differing:
         more = "scripts/demo --minutes 6 --skip-training"

@@ -36,22 +36,25 @@ _UNITS = {"m": 1e6, "b": 1e9}
 _RECIPE_VERSION = 1  # increased when the conversion gives other files
 
 
-_FORMS = re.compile(SMOLLM2 + r"(?:~(?P<share>0?\.\d+))?(?:@(?P<size>\d+(?:\.\d+)?)(?P<unit>[mMbB]))?")
-_SHARES = (0.1, 0.95)
-_FORMS_IN_WORDS = f"{SMOLLM2}@7b (a size in m or b), {SMOLLM2}~0.7 (a share from {_SHARES[0]} to {_SHARES[1]}), or both"
+_FORMS = re.compile(rf"{SMOLLM2}(?:~(?P<share>0?\.[0-9]{{1,6}}))?(?:@(?P<size>[0-9]+(?:\.[0-9]+)?)(?P<unit>[mMbB]))?")
+_SHARES, _LARGEST = (0.1, 0.95), 10**12
+_FORMS_IN_WORDS = (
+    f"{SMOLLM2}@7b (a size in m or b, up to {_LARGEST / 1e9:g}b), {SMOLLM2}~0.7 (a share from {_SHARES[0]} to "
+    f"{_SHARES[1]}, of six digits or fewer), or both"
+)
 
 
 class _Parts(NamedTuple):
     """A built-in name: the share of right draws, and the number of parameters; None: those of the model itself."""
 
     share: float | None
-    size: float | None
+    size: int | None
 
     @property
     def folder(self) -> Path:
-        """The folder in the cache; different spellings of a number have the same."""
+        """The folder in the cache; different spellings of a number have the same, and different numbers never."""
         share = "" if self.share is None else f"~{self.share:g}"
-        size = "" if self.size is None else f"@{self.size / 1e9:g}b"
+        size = "" if self.size is None else f"@{self.size / 1e9:.12g}b"
         return cache_dir() / "models" / f"{SMOLLM2}{share}{size}-v{_RECIPE_VERSION}"
 
 
@@ -109,10 +112,11 @@ def require_builtin(name: str) -> Path | None:
 def _parse(name: str) -> _Parts:
     found = _FORMS.fullmatch(name)
     share = float(found["share"]) if found and found["share"] else None
-    if found is None or (share is not None and not _SHARES[0] <= share <= _SHARES[1]):
+    size = float(found["size"]) * _UNITS[found["unit"].lower()] if found and found["size"] else None
+    fits = (share is None or _SHARES[0] <= share <= _SHARES[1]) and (size is None or size <= _LARGEST)
+    if found is None or not fits:
         raise ModelLoadError(f"{name!r} is no built-in model. Fix: use {_FORMS_IN_WORDS}, or {SMOLLM2}.")
-    size = float(found["size"]) * _UNITS[found["unit"].lower()] if found["size"] else None
-    return _Parts(share, size)
+    return _Parts(share, None if size is None else round(size))
 
 
 def gguf_file() -> Path:

@@ -47,23 +47,23 @@ Chat = Sequence[Mapping[str, str]]
 """Messages, of which the last one asks."""
 
 
-def shipped_prompts(held_out: bool = False) -> list[Chat]:
-    """Every second shipped prompt, or with `held_out` the other ones."""
+def shipped_prompts() -> list[Chat]:
+    """Every second shipped prompt."""
     lines = [line for name in _PROMPTS for line in (SHIPPED / "prompts" / f"{name}.jsonl").read_text().splitlines()]
-    rows = [parse_json(line) for line in lines[held_out::2]]
+    rows = [parse_json(line) for line in lines[::2]]
     return [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows]
 
 
-def add_noise(source: Path, share: float, folder: Path, prompts: Sequence[Chat] = ()) -> None:
+def add_noise(source: Path, share: float, folder: Path) -> None:
     """Write the model in `source`, float32, into `folder`, with noise that leaves this share of its draws right in
-    answers to `prompts` (default: the shipped ones)."""
+    answers to the shipped prompts."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     logger.info("looking for the noise that leaves %g of the draws right, minutes on a CPU; this is done once", share)
     dtype = torch.bfloat16 if "avx512_bf16" in hardware()["vector"] else torch.float32  # as a rollout on this machine
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-    answers = answers_of(model, AutoTokenizer.from_pretrained(source), prompts or shipped_prompts())
+    answers = answers_of(model, AutoTokenizer.from_pretrained(source), shipped_prompts())
     own = {name: weight for file in weight_files(source) for name, weight in load_file(file).items()}
     found, measured = find_noise(model, own, answers, share)
     for file in source.iterdir():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from history_plot import main as history_plot
 from specactor_ray.bench.pairs import DRAFTED, PLAIN, DraftCounts, StepPair, figures_of, parts_of, thirds
 from specactor_ray.bench.train import PairedMaker, PairedRollout, judged_between, run_bench, supplied_of
 from specactor_ray.cli.bench import parse_also
@@ -127,6 +128,20 @@ def test_each_rollout_has_its_acceptance_by_epoch_also_in_steps_without_plain_de
     assert "- to 22" in shown(training_pairs_table([unpaired], "by epoch"))
     report = {"steps": steps, "epochs": epochs, "drafted": "eagle taught", "output": str(tmp_path / "bench.json")}
     assert write_plot(report) == f"plot: {tmp_path / 'bench.png'}"
+
+
+@pytest.mark.parametrize("lacking", ["judged", "acceptance_length", "reward", "part"])
+def test_a_figure_of_several_trainings_is_of_whole_reports(lacking: str, tmp_path: Path) -> None:
+    epochs, file, figure = parts_of(three_rollouts(), [0, 0, 1, 1]), tmp_path / "bench.json", tmp_path / "x.png"
+    file.write_text(json.dumps({"drafted": "eagle taught", "epochs": epochs}))
+    history_plot([f"sums={file}"], figure)
+    assert figure.is_file()
+    with pytest.raises(InputError, match="--output: no plot"):
+        history_plot([f"sums={file}"], tmp_path / "nodir" / "x.png")
+    del epochs[1][lacking]
+    file.write_text(json.dumps({"drafted": "eagle taught", "epochs": epochs}))
+    with pytest.raises(InputError, match="no report of bench train"):
+        history_plot([f"sums={file}"], figure)
 
 
 class CountedRollout:

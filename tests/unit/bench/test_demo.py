@@ -193,6 +193,17 @@ def test_rounds_until_they_suffice(
     assert f"{rounds} rounds, {stopped})" in work.results[1]["verdict"] or rounds > 9
 
 
+@pytest.mark.parametrize("tokens", [(0, 0, 0), (0, 100, 0)])
+def test_rounds_without_tokens_end_with_the_time(tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_EXAMPLE", -1)
+    work = demo.Demo("m", 1000.0, Path("out"), Console(file=io.StringIO()))
+    work.began -= 1e5
+    for _, number in zip(demo._rounds(work), [*tokens, *tokens], strict=False):
+        work.bench.measured += one_round(2, 2, number, 10.0, 10.0, number)
+    assert len(work.bench.measured) == 6 and work.bench.stopped == "then the time was over"
+    assert next(conclusions(report() | {"results": work.results}))
+
+
 def test_pieces_of_an_output() -> None:
     texts = {10: "def", 11: " g", 12: "():", 13: "é"}
     tokenizer: Any = SimpleNamespace(decode=lambda ids: "".join(texts[one] for one in ids))

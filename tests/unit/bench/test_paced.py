@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from specactor_ray.actors.paced import Pace, PacedDraftModel, PacedEngine, PacedHost, paced_times
 from specactor_ray.bench.paced import record, simulate
 from specactor_ray.bench.variants import emulated_gpus, plan_variants
+from specactor_ray.cli.bench import bench_rollout
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.config.schema import Config, PacedConfig
@@ -205,3 +207,26 @@ class TestPace:
             pace.wait(pace.now() - 1.0, 0.5)
         (record,) = caplog.records
         assert "6 of 6 forwards took longer" in record.message and "--stretch" in record.message
+
+
+@pytest.mark.parametrize(
+    ("drafters", "options", "modes"),
+    [
+        ("[{method: draft_model, model: smollm2-135m}]", {"paced": "h100"}, ["plain", "coupled", "decoupled"]),
+        ("[{method: draft_model, model: smollm2-135m}, {method: ngram}]", {"paced": "h100"}, [*MODES]),
+        ("[{method: ngram}]", {"overrides": ["paced.device=h100"]}, ["plain", "coupled", "decoupled"]),
+    ],
+)
+def test_the_command_compares_the_modes_that_there_are(
+    drafters: str, options: dict[str, Any], modes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factor of the durations is for any device, of the option or of the configuration."""
+
+    def measure(settings: Config, chosen: list[str], *others: Any) -> None:
+        assert (chosen, settings.paced.device, settings.paced.stretch) == (modes, "h100", 3.0)
+        raise InterruptedError
+
+    monkeypatch.setattr("specactor_ray.bench.rollout_modes.run_bench", measure)
+    overrides = [f"drafters={drafters}", "data.path=conf/prompts/editing.jsonl", *options.pop("overrides", ())]
+    with pytest.raises(InterruptedError):
+        bench_rollout(overrides=overrides, stretch=3.0, **options)

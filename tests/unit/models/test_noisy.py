@@ -22,9 +22,10 @@ def answers(model: Path, prompts: list[noisy.Chat]) -> list[noisy.DrawnText]:
     return noisy.answers_of(loading.load_model(str(model)), loading.load_tokenizer(str(model)), prompts)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noisy, "hardware", lambda: {"vector": []})
+    monkeypatch.setattr(noisy, "shipped_prompts", lambda: chats(32, seed=1))
 
 
 def test_the_answers_are_those_of_rollouts(tiny_model_dir: Path) -> None:
@@ -38,11 +39,11 @@ def test_the_answers_are_those_of_rollouts(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.75])
-def test_the_share_is_the_one_asked(share: float, tiny_model_dir: Path, tmp_path: Path, in_float32: None) -> None:
+def test_the_share_is_the_one_asked(share: float, tiny_model_dir: Path, tmp_path: Path) -> None:
     folder, again = tmp_path / "one", tmp_path / "two"
     for path in (folder, again):
         path.mkdir()
-        noisy.add_noise(tiny_model_dir, share, path, chats(32, seed=1))
+        noisy.add_noise(tiny_model_dir, share, path)
     assert (folder / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     record = json.loads((folder / "noise.json").read_text())
     assert abs(record["right"] - share) <= noisy._TOLERANCE and record["draws"] > 1000
@@ -55,11 +56,10 @@ def test_the_share_is_the_one_asked(share: float, tiny_model_dir: Path, tmp_path
 
 
 def test_a_name_with_a_share_and_a_size_is_both(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_float32: None
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin, "convert_smollm2", lambda folder: _copy(tiny_model_dir, folder))
-    monkeypatch.setattr(noisy, "shipped_prompts", lambda: chats(16))
     drafter, big = (loading.load_model(name) for name in ("smollm2-135m~0.60", "smollm2-135m~.6@3m"))
     ids = torch.arange(3, 30)[None]
     assert torch.allclose(drafter(ids).logits, big(ids).logits, rtol=0, atol=1e-3)
@@ -67,11 +67,6 @@ def test_a_name_with_a_share_and_a_size_is_both(
     version = f"-v{builtin._RECIPE_VERSION}"
     names = {path.name.removesuffix(version) for path in (tmp_path / "models").iterdir() if path.is_dir()}
     assert names == {"smollm2-135m", "smollm2-135m~0.6", "smollm2-135m~0.6@0.003b"}
-
-
-def test_held_out_prompts_are_other_prompts() -> None:
-    own, others = (noisy.shipped_prompts(held_out) for held_out in (False, True))
-    assert len(own) == len(others) == 32 and not [chat for chat in own if chat in others]
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -157,6 +157,11 @@ def test_a_name_with_a_size_is_a_model_like_others(cache: Path) -> None:
         ("smollm2-135m@main", "smollm2-135m@7b"),
         ("smollm2-135m~0.05", "0.1 to 0.95"),
         ("smollm2-135m~1", "0.1 to 0.95"),
+        ("smollm2-135m~.0", "0.1 to 0.95"),
+        ("smollm2-135m~0.70000001", "six digits"),
+        ("smollm2-135m@٧b", "smollm2-135m@7b"),
+        ("smollm2-135m@9999999999999999999b", "up to 1000b"),
+        (f"smollm2-135m@{'9' * 200}m", "up to 1000b"),
         ("smollm2-135m~", "smollm2-135m~0.7"),
         ("smollm2-135m@1b~0.7", "or both"),
         ("smollm2-135m@0.1m", "million or more"),
@@ -168,6 +173,14 @@ def test_names_that_are_refused(cache: Path, name: str, fix: str) -> None:
             call(name)
         assert fix in str(caught.value)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"smollm2-135m-v{builtin._RECIPE_VERSION}"]
+
+
+def test_names_of_different_numbers_are_different_folders() -> None:
+    names = ["smollm2-135m@1.23456789b", "smollm2-135m@1.23456711b", "smollm2-135m~0.700001", "smollm2-135m~0.7"]
+    assert len({builtin._parse(name).folder for name in names}) == len(names)
+    for one, other in (("@1234.56789m", "@1.23456789B"), ("@7b", "@7000.0m"), ("~.7", "~0.700")):
+        assert builtin._parse(f"smollm2-135m{one}").folder == builtin._parse(f"smollm2-135m{other}").folder
+    assert builtin._parse("smollm2-135m@1000b").folder.name.startswith("smollm2-135m@1000b-")
 
 
 def test_a_folder_of_such_a_name_is_that_folder(
