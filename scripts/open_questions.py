@@ -6,14 +6,16 @@
     python scripts/open_questions.py memory --output out/questions --head drafters/head
 
 `acceptance` and `oracle` share recordings in the folder: outputs of the target for the first prompts of each file, and
-the draft of each method at every position. Those that are there are not made again. Each question writes its figures,
-QUESTION.json, and its plot, QUESTION.png.
+the draft of each method at every position. Those that are there are not made again; `recipe.json` has the options they
+were made with, and others are refused. Each question writes its figures, QUESTION.json, and its plot, QUESTION.png.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +25,15 @@ import typer
 from drafting_costs import cpu_points, gpu_points, memory_panels
 from points import Point, points_table, run_script
 from recorded_drafts import TEMPERATURES, WINDOW, Prices, Recipe, Recorded, by_entropy, decode, line, record, shorten
+from specactor_ray.config.load import from_mapping
 from specactor_ray.core.console import make_console, say
-from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import make_folder, write_json
+from specactor_ray.core.errors import InputError, UserError
+from specactor_ray.core.files import make_folder, parse_json, write_json
 from specactor_ray.core.plot import Panel, write_plot
 from specactor_ray.plan.hardware import load_hardware
+from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.startup.machine import Machine
+from specactor_ray.startup.resolve import resolve
 
 CONF = Path(__file__).parents[1] / "conf" / "prompts"
 KINDS = tuple(CONF / f"{name}.jsonl" for name in ("arithmetic", "code_renames", "chat", "tools", "reasoning"))
@@ -147,6 +153,30 @@ def oracle_panels(points: Sequence[Point]) -> list[Panel]:
 # ---- command ----
 
 
+def require_models(recipe: Recipe) -> None:
+    """Refuse models that are missing or do not go together, and an unknown type, before anything is loaded."""
+    drafters = [{"method": method, "model": model} for method, model in recipe.drafters.items()]
+    settings = {"mode": "coupled", "target": {"model": recipe.target, "dtype": recipe.dtype}, "drafters": drafters}
+    try:
+        resolve(from_mapping(settings), Machine.here(), sampled=False)
+    except UserError as error:
+        raise InputError(f"--target, --head, --draft-model or --dtype: {error}") from None
+
+
+def keep_recipe(folder: Path, recipe: Recipe, draft_model: str | None, prompts: Sequence[Path]) -> None:
+    """Keep with what a folder is recorded. InputError: that was something else."""
+    models = (("--target", recipe.target), ("--head", recipe.head), ("--draft-model", draft_model))
+    options = [(option, str(Path(name).resolve()) if name and Path(name).exists() else name) for option, name in models]
+    options += [("--dtype", recipe.dtype), ("--max-tokens", str(recipe.max_tokens))]
+    options += [(f"--prompts, {one.stem}", f"sha256 {sha256(one.read_bytes()).hexdigest()}") for one in prompts]
+    file = folder / "recipe.json"
+    kept = parse_json(file.read_text()) if file.is_file() else {}
+    for option, value in options:
+        if kept.setdefault(option, value) != value:
+            raise InputError(f"{option}: {folder} is recorded with {kept[option]}, not {value}; name another --output")
+    write_json(file, kept)
+
+
 def _recorded(recipe: Recipe, prompts: Sequence[Path], folder: Path) -> Cells:
     console, cells = make_console(), dict[tuple[str, float], Recorded]()
     for file in prompts:
@@ -179,21 +209,26 @@ def main(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an output.", min=2)] = 160,
 ) -> None:
     """Measure, print tables, and write QUESTION.json and QUESTION.png into the folder."""
-    make_folder(output, "--output")
-    if missing := [file for file in prompts or () if not file.is_file()]:
-        raise InputError(f"--prompts: there is no file {missing[0]}")
+    files = prompts or KINDS
+    for file in files:
+        read_prompts(str(file), key="--prompts")
     drafters: dict[str, str | None] = {"ngram": None, "suffix": None}
     drafters |= {"eagle": str(head)} if head else {}
-    drafters["draft_model"] = draft_model or str(shorten(target, output / "draft_model"))
+    drafters |= {"draft_model": draft_model} if draft_model else {}
     recipe = Recipe(target, drafters, dtype, max_tokens=max_tokens)
+    require_models(recipe)
+    make_folder(output, "--output")
+    keep_recipe(output, recipe, draft_model, files)
+    if draft_model is None:
+        recipe = replace(recipe, drafters=drafters | {"draft_model": str(shorten(target, output / "draft_model"))})
     if question is Question.memory:
         tables: dict[str, list[Point]] = {
-            "this CPU": cpu_points(recipe, (prompts or KINDS)[0]),
+            "this CPU": cpu_points(recipe, files[0]),
             "H100": (on_gpus := list(gpu_points())),
         }
         panels = memory_panels(on_gpus)
     else:
-        tables, panels = _tables(question, recipe, _recorded(recipe, prompts or KINDS, output))
+        tables, panels = _tables(question, recipe, _recorded(recipe, files, output))
     console = make_console()
     for title, points in tables.items():
         console.print(points_table(points, title))

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from drafting_costs import head_of, memory, message_bytes
-from open_questions import Question, main
+from open_questions import Question, keep_recipe, main
 from recorded_drafts import (
     NONE,
     TEMPERATURES,
@@ -145,25 +146,84 @@ def test_a_shortened_target_is_made_once(tmp_path: Path) -> None:
     assert shorten("no model", made) == made and (made / "config.json").stat().st_mtime_ns == before
 
 
-def test_the_script_on_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts, output = tmp_path / "kind.jsonl", tmp_path / "out"
-    prompts.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in tiny.tiny_prompts(4, 3)))
-    models = {"target": str(tiny.tiny_target()), "draft_model": str(tiny.tiny_draft()), "dtype": "float32"}
-    options = {"output": output, "head": tiny.tiny_eagle(), "prompts": [prompts], "max_tokens": 24, **models}
-    main(Question.acceptance, **options)  # type: ignore[arg-type]
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """Options of the script with tiny models, and two files of one name with other prompts."""
+    for folder, seed in ((tmp_path, 3), (tmp_path / "other", 4)):
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps({"prompt": one}) + "\n" for one in tiny.tiny_prompts(4, seed)]
+        (folder / "kind.jsonl").write_text("".join(lines))
+    models = {"target": str(tiny.tiny_target()), "draft_model": str(tiny.tiny_draft()), "head": tiny.tiny_eagle()}
+    return {
+        "output": tmp_path / "out",
+        "prompts": [tmp_path / "kind.jsonl"],
+        "max_tokens": 24,
+        "dtype": "float32",
+        **models,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"target": "nosuch"}, "--target.*nosuch"),
+        ({"head": Path("nosuch")}, "--head.*nosuch"),
+        ({"draft_model": "nosuch"}, "--draft-model.*nosuch"),
+        ({"dtype": "float31"}, "--dtype.*float31"),
+        ({"prompts": ["kind.jsonl", "none.jsonl"]}, "--prompts.*none.jsonl"),
+        ({"prompts": ["other"]}, "--prompts.*other"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_loaded_or_written(
+    changed: dict[str, Any], words: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recorded_drafts.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    options |= changed
+    options["prompts"] = [tmp_path / name for name in options["prompts"]]
+    with pytest.raises(InputError, match=words):
+        main(Question.acceptance, **options)
+    assert not options["output"].exists()
+
+
+def test_a_folder_has_recordings_of_one_recipe(options: dict[str, Any], tmp_path: Path) -> None:
+    def keep(**changed: Any) -> None:
+        given = options | changed
+        recipe = Recipe(given["target"], {"eagle": given["head"]}, given["dtype"], max_tokens=given["max_tokens"])
+        keep_recipe(tmp_path, recipe, given["draft_model"], given["prompts"])
+
+    keep()
+    (tmp_path / "new.jsonl").write_text("")
+    keep(prompts=[tmp_path / "new.jsonl", *options["prompts"]])
+    same = tmp_path / "other" / "kind.jsonl"
+    for changed, option in (
+        ({"target": options["draft_model"]}, "--target"),
+        ({"head": None}, "--head"),
+        ({"draft_model": None}, "--draft-model"),
+        ({"dtype": "bfloat16"}, "--dtype"),
+        ({"max_tokens": 25}, "--max-tokens"),
+        ({"prompts": [same]}, "--prompts, kind"),
+        ({"prompts": [*options["prompts"], same]}, "--prompts, kind"),
+    ):
+        with pytest.raises(InputError, match=f"^{option}: .*another --output"):
+            keep(**changed)
+
+
+def test_the_script_on_tiny_models(options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = options["output"]
+    main(Question.acceptance, **options)
     recordings = {file: file.stat().st_mtime_ns for file in output.glob("*.npz")}
     assert len(recordings) == len(TEMPERATURES) and not list(output.glob("*-outputs"))
     figures = json.loads((output / "acceptance.json").read_text())
     assert [point["T"] for point in figures["acceptance"]] == list(TEMPERATURES)
     assert all(0.0 < point["draft_model right"] <= 1.0 for point in figures["acceptance"])
-    main(Question.oracle, **options)  # type: ignore[arg-type]
+    main(Question.oracle, **options)
     assert {file: file.stat().st_mtime_ns for file in recordings} == recordings
     (points,) = json.loads((output / "oracle.json").read_text()).values()
     assert all(1.0 <= point["single"] <= point["oracle"] for point in points)
-    main(Question.memory, **options)  # type: ignore[arg-type]
+    main(Question.memory, **options)
     measured, planned = json.loads((output / "memory.json").read_text()).values()
     assert [point["method"] for point in measured] == ["ngram", "suffix", "eagle", "draft_model"]
     assert {point["target"] for point in planned} >= {"smollm2-135m", "llama-3.3-70b"}
     assert "acceptance over entropy" in capsys.readouterr().out
-    with pytest.raises(InputError, match="--prompts"):
-        main(Question.oracle, **{**options, "prompts": [tmp_path / "none.jsonl"]})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^--head: "):
+        main(Question.oracle, **options | {"head": None})
