@@ -72,7 +72,7 @@ def run(
         from specactor_ray.simulation.kernel import SimulationError
 
     overrides = [*measured, *overrides]
-    axis = parse_sweep(sweep) if sweep is not None else None
+    axis = parse_sweep(sweep, per_dollar)
     names = parse_names(compare)
     if quick:
         first = [f"{axis[0]}={axis[1][0]}"] if axis is not None else []
@@ -85,7 +85,7 @@ def run(
             def show(done: float, total: int) -> None:
                 progress.update(done / total, f"{int(done)} of {total} runs")
 
-            report = comparison.compare(config, overrides, names, axis, processes, show)
+            report = comparison.compare(config, overrides, names, axis, processes, show, per_dollar)
     except SimulationError as error:
         show_error(str(error))
         raise typer.Exit(EXIT_FAILED) from None
@@ -111,8 +111,13 @@ def parse_names(text: str | None) -> list[str] | None:
     return names
 
 
-def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """Key and values of `KEY=V1,V2,...`. Raises InputError if there is no key, or no value."""
+def parse_sweep(text: str | None, per_dollar: bool = False) -> tuple[str, list[str]] | None:
+    """Key and values of `KEY=V1,V2,...`; None from None. Raises InputError if there is no key, or no value, or no sweep
+    to compare `per_dollar`."""
+    if text is None:
+        if per_dollar:
+            raise InputError("--per-dollar is for --sweep; without it the table has tokens per device and per dollar")
+        return None
     key, _, values = text.partition("=")
     found = split_items(values)
     if not key.strip() or not found:

@@ -6,12 +6,13 @@ allowed values and the fix; the command line prints it without a traceback and e
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import difflib
 import re
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -113,6 +114,15 @@ class ConfigError(UserError):
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key, self.problem, self.fix = key, problem, fix
         super().__init__(f"{clipped_text(key, _LONGEST_KEY)}: {problem}" + (f" Fix: {fix}" if fix else ""))
+
+
+@contextlib.contextmanager
+def keys_of(section: str) -> Iterator[None]:
+    """Errors inside name this section of the configuration."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(section, f"{error.key}: {error.problem}", error.fix) from None
 
 
 class InputError(UserError):

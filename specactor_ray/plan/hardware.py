@@ -32,7 +32,7 @@ from specactor_ray.config.fields import at_least, not_empty, positive
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.config.schema import PacedConfig
-from specactor_ray.core.errors import ConfigError, did_you_mean
+from specactor_ray.core.errors import ConfigError, did_you_mean, keys_of
 from specactor_ray.plan.costs import StepTimes, load_costs
 
 _FOLDER = "simulation/hardware"
@@ -288,7 +288,7 @@ def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
     if path.suffix == ".json" and path.is_file():
         costs = load_costs(path, f"hardware {name_or_path}")
         measured = {str(costs.target["model"]): costs.verify}
-        measured |= {method: found.seconds for method, found in costs.drafters.items()}
+        measured |= {method: found.kinds.get(costs.kind, {}) for method, found in costs.drafters.items()}
         steps = {(one.lower(), n): times for one, found in measured.items() for n, times in found.items()}
         return MeasuredHardware(path.stem, steps)
     path = find_file(name if name in names else path, _FOLDER)
@@ -302,11 +302,22 @@ def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
 
 
 def paced_costs(paced: PacedConfig) -> tuple[RooflineCost, RooflineCost]:
-    """Costs of the emulated target and drafter, not stretched. ConfigError: there is no such GPU or model."""
-    device = load_hardware(paced.device or "")
+    """Costs of the emulated target and drafter, not stretched. ConfigError: there is no such GPU, or no such model that
+    drafts or decodes alone."""
+    with keys_of("paced.device"):
+        device = load_hardware(paced.device or "")
     if not isinstance(device, DeviceSpec):
         raise ConfigError("paced.device", f"{paced.device} has the steps of a run.", "name a GPU, such as h100.")
-    return device.cost(paced.target, paced.target_gpus), device.cost(paced.drafter, paced.drafter_gpus)
+    for key, model in (("paced.target", paced.target), ("paced.drafter", paced.drafter)):
+        with keys_of(key):
+            shape = find_model(model)
+        if shape.features:
+            problem = f"{model} reads hidden states of a target, which paced devices do not emulate."
+            raise ConfigError(key, problem, "name a model that decodes alone, such as qwen2.5-0.5b.")
+    with keys_of("paced.target_gpus"):
+        target = device.cost(paced.target, paced.target_gpus)
+    with keys_of("paced.drafter_gpus"):
+        return target, device.cost(paced.drafter, paced.drafter_gpus)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.actors.process import ActorHost
+from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.machine import versions
 from specactor_ray.core.signals import blocked
@@ -28,7 +29,7 @@ from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun, silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Kind, Node, VirtualActor
-from specactor_ray.simulation.scenario import ScenarioConfig, labels_of, load_scenario, variant_of
+from specactor_ray.simulation.scenario import ScenarioConfig, fits, labels_of, load_scenario, sizes_of, variant_of
 from specactor_ray.simulation.training import training_seconds
 from specactor_ray.simulation.world import FIRST_SEED, GeneratedText, World, build_worlds, draw_lengths, num_requests
 from specactor_ray.startup.machine import devices_of
@@ -118,13 +119,31 @@ def price_of(scenario: ScenarioConfig, kind: int) -> float | None:
     return hardware.price if isinstance(hardware, DeviceSpec) and machine.gpus else None
 
 
+def _used(scenario: ScenarioConfig) -> list[int]:
+    """Kinds of machines of which actors may have GPUs, or cores if there are no GPUs."""
+    sizes = sizes_of(scenario.config).values()
+    return [
+        number
+        for number, one in enumerate(scenario.machines)
+        if any(fits(one, size) and (size.gpus or not one.gpus) for size in sizes)
+    ]
+
+
+def require_prices(scenario: ScenarioConfig) -> None:
+    """Refuse machines without a price that actors may use. The ConfigError has the key."""
+    for kind in _used(scenario):
+        if not price_of(scenario, kind):
+            problem = f"{scenario.machines[kind].accelerator} has no price, and --per-dollar compares by it."
+            raise ConfigError(f"machines.{kind}.price", problem, "set it: dollars per GPU-hour (without GPUs: core).")
+
+
 class SimulatedRollouts(VirtualRun):
     """The rollout of one variant. `worlds`: those of its kinds of machines, default that of the scenario. Raises
     ConfigError as `build_worlds`."""
 
     def __init__(self, variant: str, scenario: ScenarioConfig, worlds: list[World] | None = None) -> None:
         network, self._worlds = scenario.network, worlds or build_worlds(scenario)
-        training_seconds(scenario, 0, {0: 1.0})  # refuses before the rollout
+        training_seconds(scenario, 0, {kind: scenario.machines[kind].gpus for kind in _used(scenario)})  # refuses early
         super().__init__(scenario.config, self._worlds[0], make_nodes(scenario), scenario.seed)
         self.scenario = scenario
         call_s = network.call_ms / 1e3
@@ -169,8 +188,8 @@ class SimulatedRollouts(VirtualRun):
         journal, begin, result = self.queue.dispatcher.journal, self.clock.now(), self.result
         self._stream(begin)
         result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
-        result.dollars_per_hour, gpus = self._bill()
-        result.update_s, result.sync_s = training_seconds(self.scenario, result.tokens, gpus)
+        result.dollars_per_hour, gpus, verifying = self._bill()
+        result.update_s, result.sync_s = training_seconds(self.scenario, result.tokens, gpus, verifying)
         result.metrics = self.queue.metrics()
         self.shut_down()
         self._done = True
@@ -188,18 +207,20 @@ class SimulatedRollouts(VirtualRun):
         if self.queue.dispatcher.reissues:
             raise SimulationError("verifiers were lost without a fault")
 
-    def _bill(self) -> tuple[float | None, dict[int, float]]:
-        """Dollars per hour of what the actors take, None without a price, and GPUs in use by kind of machines."""
-        gpus, paid = dict[int, float](), dict[int, float]()
+    def _bill(self) -> tuple[float | None, dict[int, float], set[int]]:
+        """Dollars per hour of what the actors take, None without a price; GPUs in use by kind of machines, and
+        kinds with verifiers."""
+        gpus, paid, verifying = dict[int, float](), dict[int, float](), set[int]()
         for group in self.machines.groups:
             for node, demand in zip(group.nodes, group.demands, strict=True):
                 if node is not None:
                     kind, count = node.kind.number, demand.gpus if node.gpus else demand.cpus
                     gpus[kind] = gpus.get(kind, 0.0) + demand.gpus
                     paid[kind] = paid.get(kind, 0.0) + count
+                    verifying |= {kind} if demand.owner.startswith(VERIFIER) else set()
         prices = {kind: price_of(self.scenario, kind) for kind, count in paid.items() if count}
         dollars = [None if price is None else price * paid[kind] for kind, price in prices.items()]
-        return None if None in dollars else sum(one for one in dollars if one is not None), gpus
+        return None if None in dollars else sum(one for one in dollars if one is not None), gpus, verifying
 
     # ---- requests ----
 
@@ -227,10 +248,11 @@ def compare(
     sweep: tuple[str, Sequence[str]] | None = None,
     processes: int | None = None,
     on_progress: Callable[[float, int], None] = lambda done, total: None,
+    priced: bool = False,
 ) -> dict[str, Any]:
     """Simulate variants of a scenario (default: all), at every value of a key if `sweep` names one and its values.
-    `overrides`: `KEY=VALUE` items that hold for all variants; `on_progress` also gets the number of jobs; the other
-    arguments and errors are those of `run_jobs`.
+    `overrides`: `KEY=VALUE` items that hold for all variants; `on_progress` also gets the number of jobs; `priced` is
+    that of `choose_variants`; the other arguments and errors are those of `run_jobs`.
 
     Returns:
         The report as plain data (`points`: one element per value).
@@ -238,7 +260,7 @@ def compare(
     along = {"": [*overrides]}
     if sweep is not None:
         along = {value: [*overrides, f"{sweep[0]}={value}"] for value in sweep[1]}
-    chosen = {value: choose_variants(path, items, names) for value, items in along.items()}
+    chosen = {value: choose_variants(path, items, names, priced) for value, items in along.items()}
     jobs = [(path, items, name) for value, items in along.items() for name in chosen[value]]
     points, results = [], iter(run_jobs(jobs, processes, lambda done: on_progress(done, len(jobs))))
     for value, items in along.items():
@@ -277,14 +299,19 @@ def _tokens_of_a_step(result: Result) -> float:
     return result.tokens / result.step_s / max(result.devices, 1)
 
 
-def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[str]:
-    """The variants to simulate, each once. Raises ConfigError if the scenario or a variant is wrong or missing."""
+def choose_variants(
+    path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None, priced: bool = False
+) -> list[str]:
+    """The variants to simulate, each once. Raises ConfigError if the scenario or a variant is wrong or missing, or has
+    machines without a price although it must be `priced`."""
     chosen = list(dict.fromkeys(load_scenario(path, overrides).variants if names is None else names))
     if not chosen:
         fix = "add some, such as variants: {plain: [config.mode=plain]}."
         raise ConfigError("variants", "the scenario has none.", fix)
     for name in chosen:
-        variant_of(path, overrides, name)
+        scenario = variant_of(path, overrides, name)
+        if priced:
+            require_prices(scenario)
     return chosen
 
 

@@ -18,8 +18,9 @@ from specactor_ray.config.load import load_as
 from specactor_ray.config.methods import BUILT_IN, acting_drafters, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.errors import ConfigError, keys_of
 from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.plan.hardware import load_hardware
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.startup.machine import Devices, Machine, devices_of
 from specactor_ray.startup.mode import settle
@@ -254,8 +255,13 @@ def measured_skills(path: Path, skills: Sequence[SkillConfig]) -> list[str]:
 
 def _check(scenario: ScenarioConfig) -> None:
     machines = scenario.machines
-    for one in machines:
+    if not machines:
+        raise ConfigError("machines", "there are none.", "give a kind of nodes at least: 'machines=[{nodes: 1}]'.")
+    for number, one in enumerate(machines):
+        key = f"machines.{number}.accelerator" if one.accelerator else "hardware"
         one.accelerator = one.accelerator or scenario.hardware
+        with keys_of(key):
+            load_hardware(one.accelerator)
     try:
         validate(scenario.config)
         cores, kinds = sum(int(one.cpus) * one.nodes for one in machines), Counter[str]()
@@ -266,23 +272,19 @@ def _check(scenario: ScenarioConfig) -> None:
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
     _check_skills(scenario)
-    _check_room(scenario)
+    _check_room(scenario, there)
 
 
-def _check_room(scenario: ScenarioConfig) -> None:
+def _check_room(scenario: ScenarioConfig, there: Devices) -> None:
     """Refuse a layout that does not fit the machines."""
-    target, machines = scenario.config.target, scenario.machines
-    needed = {
-        "gpus": devices_of(scenario.config).gpus,
-        "cpus": 0 if target.gpus else target.cores * target.replicas,
-    }
-    for name, count in needed.items():
+    target, machines, needed = scenario.config.target, scenario.machines, devices_of(scenario.config)
+    for name, count in (("gpus", needed.gpus), ("cpus", 0 if target.gpus else target.cores * target.replicas)):
         if count > sum(getattr(one, name) * one.nodes for one in machines):
-            there = " and ".join(f"{one.nodes} x {getattr(one, name):g}" for one in machines) or "no"
-            problem = f"{there} {name} are there, and the layout needs {count:g}."
+            have = " and ".join(f"{one.nodes} x {getattr(one, name):g}" for one in machines)
+            problem = f"{have} {name} are there, and the layout needs {count:g}."
             raise ConfigError("machines", problem, "raise machines.0.nodes, or lower config.target.replicas.")
-    sizes: dict[str, TargetConfig | DrafterConfig] = {"target": target}
-    for key, size in (sizes | {one.key: one for one in acting_drafters(scenario.config) if one.replicas}).items():
+    sizes = sizes_of(scenario.config)
+    for key, size in sizes.items():
         fitting = [one for one in machines if fits(one, size)]
         if not fitting or size.replicas * size.gpus > sum(one.gpus * one.nodes for one in fitting):
             gpus = f"{size.gpus} GPUs" + (f" ({size.accelerator})" if size.accelerator else "")
@@ -290,6 +292,15 @@ def _check_room(scenario: ScenarioConfig) -> None:
             problem = f"there are not enough nodes with {gpus} and {size.cores:g} cores for {size.replicas} actors."
             fix = f"give machines more nodes, gpus or cpus; their kinds are {kinds or 'none'}."
             raise ConfigError(f"config.{key}", problem, fix)
+    if shared := needed.lacking(there):
+        key = next(key for key, size in sizes.items() if size.accelerator in shared)
+        problem = f"the layout needs {needed.shortage(there)}."
+        raise ConfigError(f"config.{key}.accelerator", problem, "leave it out, or give machines more nodes or gpus.")
+
+
+def sizes_of(config: Config) -> dict[str, TargetConfig | DrafterConfig]:
+    """The sections of verifiers and draft actors, by key."""
+    return {"target": config.target, **{one.key: one for one in acting_drafters(config) if one.replicas}}
 
 
 def labels_of(machine: MachineConfig) -> dict[str, str]:

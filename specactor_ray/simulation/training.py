@@ -5,39 +5,42 @@ A token costs 2 FLOPs per weight of the matrix products in a forward, and 4 in a
 arXiv 1604.06174). Forwards without a gradient give the log-probabilities of the rollout's tokens by the old weights,
 and by a reference if there is one. Each prompt counts with every one of its outputs. All GPUs of the rollout, those of
 drafters included, share the work at a share of their peak (hardware FLOPs utilisation: Korthikanti et al. 2022, arXiv
-2205.05198). Weights reach nodes of other kinds than the first by the slower of the links. The FLOPs of attention are
-left out: 6% for a model of 32B, outputs of 3,000 tokens.
+2205.05198). Weights reach verifiers on nodes of other kinds than the first by the slower of the links. The FLOPs of
+attention are left out: 6% for a model of 32B, outputs of 3,000 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.hardware import DeviceSpec, ModelSpec, find_model, load_hardware
-from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, fits
+from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 
 
-def training_seconds(scenario: ScenarioConfig, output_tokens: int, gpus: Mapping[int, float]) -> tuple[float, float]:
+def training_seconds(
+    scenario: ScenarioConfig, output_tokens: int, gpus: Mapping[int, float], verifying: Collection[int] = ()
+) -> tuple[float, float]:
     """Seconds of the update, and of the hand-over of weights, after a rollout with so many output tokens on `gpus` of
-    each kind of machines; none without `training.utilisation`. Raises ConfigError if the scenario has no steps, or
-    hardware without a peak."""
+    each kind of machines, and verifiers on those `verifying`; none without `training.utilisation`. Raises ConfigError
+    if the scenario has no steps, or hardware without a peak."""
     training, workload = scenario.training, scenario.workload
     if not training.utilisation:
         return 0.0, 0.0
     if workload.arrival is not Arrival.at_once:
         raise ConfigError("training.utilisation", "steps of a training begin all requests at once.", "leave it out.")
     peak_tflops, rate = 0.0, training.sync_gb_s
-    for kind, count in gpus.items():
-        machine = scenario.machines[kind]
-        device = load_hardware(machine.accelerator or "")
-        if not isinstance(device, DeviceSpec) or not scenario.config.target.gpus:
-            problem = f"{machine.accelerator} has no peak of FLOPs: it is measured, or the target is on CPU cores."
-            raise ConfigError("training.utilisation", problem, "use GPUs of a roofline, such as hardware: h100.")
-        peak_tflops += count * device.peak_tflops
-        if kind and fits(machine, scenario.config.target):
-            links = (one.link.gbit_s for one in (machine, scenario.machines[0]))
-            rate = min([rate, *(link / 8 for link in links if link is not None)])
+    fix = "use GPUs of a roofline, such as hardware: h100."
+    if not scenario.config.target.gpus:
+        raise ConfigError("training.utilisation", "the target is on CPU cores, which have no peak of FLOPs.", fix)
+    for kind in (kind for kind, count in gpus.items() if count):
+        device = load_hardware(name := scenario.machines[kind].accelerator or "")
+        if not isinstance(device, DeviceSpec):
+            raise ConfigError("training.utilisation", f"{name} has no peak of FLOPs: it is measured.", fix)
+        peak_tflops += gpus[kind] * device.peak_tflops
+    if {*verifying} - {0}:
+        links = (scenario.machines[kind].link.gbit_s for kind in {0, *verifying})
+        rate = min([rate, *(link / 8 for link in links if link is not None)])
     model = find_model(scenario.config.target.model)
     tokens = output_tokens + workload.requests * workload.prompt_tokens
     flops = flops_per_token(model, training.forwards, training.recompute) * tokens

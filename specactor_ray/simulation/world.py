@@ -7,11 +7,10 @@ sampling; the candidates of a draft method at a position, given that the tokens 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import random
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from specactor_ray.config.methods import acting_drafters, hosted_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.errors import ConfigError, keys_of
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.chains import GAPS, ranges_of
 from specactor_ray.plan.hardware import (
@@ -250,7 +249,7 @@ def _world_on(machine: MachineConfig, scenario: ScenarioConfig, text: GeneratedT
     world = World(text, _elsewhere, python=scenario.python, load_s=scenario.load_s, state_size=states)
     verifies, hosted = fits(machine, target), {one.method: one for one in hosted_drafters(scenario.config)}
     if verifies:
-        with _keys_of("config.target"):
+        with keys_of("config.target"):
             cost = hardware.cost(target.model, target.gpus or target.cores)
         if isinstance(cost, RooflineCost):
             shapes = [find_model(drafter.model) for drafter in hosted.values() if drafter.model]
@@ -291,7 +290,7 @@ def _draft_time(
         return DraftTime(linear(forward_ms / 1e3), is_lookup)
     if is_lookup:
         return DraftTime(LOOKUP, is_lookup)
-    with _keys_of(f"config.drafters.{index}"):
+    with keys_of(f"config.drafters.{index}"):
         if isinstance(hardware, MeasuredHardware):
             return DraftTime(hardware.cost(drafter.method, max(1, round(drafter.cores))))
         if drafter.model is None:
@@ -302,12 +301,3 @@ def _draft_time(
         more_s = forward_ms / 1e3 - cost.seconds(1, 1, 0)
         forward = lambda *step: max(cost.seconds(*step) + more_s, 0.0)  # noqa: E731
     return DraftTime(forward, False, cost.fusion_seconds if model.features else None, model.layers * MERGE_LAYER_S)
-
-
-@contextlib.contextmanager
-def _keys_of(section: str) -> Iterator[None]:
-    """Errors inside name this section of the configuration."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(section, f"{error.key}: {error.problem}", error.fix) from None

@@ -38,6 +38,12 @@ class Devices(NamedTuple):
         too_few = (one for one in sets_of(self.kinds) if sum(map(self.kinds.__getitem__, one)) > there.of_kind(*one))
         return next(too_few, ())
 
+    def shortage(self, there: Devices) -> str:
+        """Those that are lacking, in words; empty if there are none."""
+        kinds = self.lacking(there)
+        number, named = sum(self.kinds[one] for one in kinds), " and ".join(kinds)
+        return f"{number} GPU(s) of {named} in all, and there are {there.of_kind(*kinds)}" if kinds else ""
+
     def of_kind(self, *accelerators: str | None) -> int:
         """GPUs that one of these values of `accelerator` allows: of a layout those of the very values; without kinds
         all."""

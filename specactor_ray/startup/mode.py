@@ -131,11 +131,8 @@ def _mode_of(config: Config, there: Devices | None) -> tuple[ModeName, str]:
     needed = devices_of(config, trains=True)
     if needed.fit(there):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
-    wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{there.gpus} and {there.cores}"
-    if kinds := needed.lacking(there):
-        number = sum(needed.kinds[kind] for kind in kinds)
-        wanted, have = f"{number} GPU(s) of {' and '.join(kinds)}", str(there.of_kind(*kinds))
-    return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
+    all_of = f"{needed.gpus} GPU(s) and {needed.cores} core(s) in all, and there are {there.gpus} and {there.cores}"
+    return ModeName.coupled, f"draft actors beside the verifiers would need {needed.shortage(there) or all_of}"
 
 
 def _spare_cores(config: Config, there: Devices) -> int:

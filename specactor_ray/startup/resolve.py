@@ -147,8 +147,7 @@ def require_devices(config: Config, machine: Machine, trains: bool = False) -> N
     if kinds := needed.lacking(there):
         named = {"target": target.accelerator, **{one.key: one.accelerator for one in acting_drafters(config)}}
         key = next((key for key, kind in named.items() if kind in kinds), "trainer")
-        problem = f"the run needs {sum(needed.kinds[kind] for kind in kinds)} GPU(s) of {' and '.join(kinds)}, "
-        problem += f"and there are {there.of_kind(*kinds)}: those of this machine are {machine.kind}."
+        problem = f"the run needs {needed.shortage(there)}: those of this machine are {machine.kind}."
         raise ConfigError(f"{key}.accelerator", problem, "leave it out, or name a bigger cluster in cluster.address.")
 
 

@@ -158,11 +158,23 @@ class TestVariants:
                 load_config(None, ["paced.device=h100", *overrides])
         load_config(None, ["target.gpus=1"])
 
-    def test_an_unknown_device_is_refused_before_anything_starts(self) -> None:
-        with refused("hardware h10"):
-            paced_times(PacedConfig("h10"))
-        with refused("paced.device"):
-            paced_times(PacedConfig("smollm2_two_cores"))
+    @pytest.mark.parametrize(
+        ("keys", "key", "words"),
+        [
+            ({"device": "h10"}, "device", "hardware h10"),
+            ({"device": "smollm2_two_cores"}, "device", "steps of a run"),
+            ({"target": "foo"}, "target", "model foo"),
+            ({"target_gpus": 3}, "target_gpus", "40 attention heads"),
+            ({"drafter_gpus": 3}, "drafter_gpus", "14 attention heads"),
+            ({"drafter": "qwen2.5-32b-eagle3"}, "drafter", "reads hidden states"),
+            ({"target": "qwen3-8b-eagle3"}, "target", "reads hidden states"),
+        ],
+    )
+    def test_what_is_unknown_is_refused_before_anything_starts(
+        self, keys: dict[str, Any], key: str, words: str
+    ) -> None:
+        with refused(f"paced.{key}", words):
+            paced_times(PacedConfig(**{"device": "h100", **keys}))
 
 
 class TestPace:

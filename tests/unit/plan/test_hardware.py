@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import statistics
 import sys
 from dataclasses import replace
@@ -222,6 +223,21 @@ def test_measured_hardware_has_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"hardware .*summary\.json: .* is not sound"):
         load_hardware(str(tmp_path / "summary.json"))
+
+
+def test_measured_hardware_is_of_one_kind(tmp_path: Path) -> None:
+    """That of the target."""
+    shipped = json.loads((SHIPPED / "smollm2_eagle_epyc.json").read_text(encoding="utf-8"))
+    costs, path = shipped["costs"], tmp_path / "mine.json"
+    (times,) = costs["verify"].values()
+    costs["verify"], costs["drafters"]["eagle"]["seconds"] = {"1 H100": times}, {"1 L4": times}
+    path.write_text(json.dumps(shipped), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"eagle on 1 device\(s\) was not measured"):
+        load_hardware(str(path)).cost("eagle")
+    costs["verify"]["1 A100"] = times
+    path.write_text(json.dumps(shipped), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"target on H100, A100, .* Fix: name the summary.json of a run on one kind"):
+        load_hardware(str(path))
 
 
 def test_what_is_unknown_is_named() -> None:

@@ -147,6 +147,15 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
+            (["--per-dollar"], "--per-dollar is for --sweep"),
+            (
+                ["--per-dollar", "--sweep", "config.target.replicas=1,2", "hardware=h20"],
+                "machines.0.price: h20 has no price",
+            ),
+            (
+                ["--per-dollar", "--sweep", "machines.0.price=0,1"],
+                "machines.0.price: h100 has no price",
+            ),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),
             *((["--sweep", text], "is not KEY=V1,V2") for text in ("seed", "=1,2", "seed=,")),

@@ -200,7 +200,22 @@ def test_weights_and_updates_count_every_kind(apart: Path) -> None:
     assert both[0] == pytest.approx(h100[0] * (2 * 989.4) / (2 * 989.4 + 121)) and both[1] == h100[1]
     scenario = load_scenario(apart, [*items, "config.target.accelerator=null", "machines.1.link.gbit_s=8"])
     model = find_model("qwen2.5-7b")
-    assert training_seconds(scenario, 1, {0: 1.0, 1: 1.0})[1] == pytest.approx(model.parameters * 2 / 1e9)
+    seconds = [training_seconds(scenario, 1, {0: 1.0, 1: 1.0}, kinds)[1] for kinds in ({0}, {1}, {0, 1})]
+    assert seconds == pytest.approx([model.parameters * 2 / rate for rate in (10e9, 1e9, 1e9)]), "where verifiers are"
+    far = [*items, "config.target.accelerator=null", "machines.1.link.gbit_s=8", "training.fixed_s=1"]
+    assert one(apart, far).sync_s == pytest.approx(seconds[0]), "a drafter is there, and no verifier"
+
+
+def test_nodes_without_gpus_take_no_part_in_updates(tmp_path: Path) -> None:
+    """Wherever they are in the list; measured nodes with GPUs have no known peak."""
+    cores = "{nodes: 1, gpus: 0, cpus: 8, accelerator: smollm2_two_cores}"
+    drafter = "config.drafters=[{method: ngram, hosted: false, cores: 8}]"
+    items = ["training.utilisation=0.5", "config.target.cores=8", "skills=[{method: ngram}]", drafter]
+    before, after = (one(scenario_of(tmp_path, *nodes), items) for nodes in ([cores, VERIFIERS], [VERIFIERS, cores]))
+    assert before.update_s == after.update_s > 0 and before.draft_devices == 0
+    measured = scenario_of(tmp_path, VERIFIERS, DRAFTER.replace("l4", "smollm2_two_cores"))
+    with refused("training.utilisation", "smollm2_two_cores has no peak"):
+        one(measured, [*APART, "training.utilisation=0.5", "skills.0.forward_ms=1"])
 
 
 # ---- scenarios ----
@@ -229,7 +244,19 @@ def test_the_former_mapping_is_refused_with_the_fix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "key", "words"),
     [
-        (["machines=[]"], "machines", ("no gpus are there",)),
+        (["machines=[]"], "machines", ("there are none", "machines=[{nodes: 1}]")),
+        (["machines.1.accelerator=xyz"], "machines.1.accelerator", ("hardware xyz", "use one of a100")),
+        (["hardware=h10", "machines.0.accelerator=null"], "hardware", ("hardware h10", "Did you mean h100?")),
+        (
+            [*APART, "config.drafters.0.accelerator=H100"],
+            "config.target.accelerator",
+            ("3 GPU(s) of H100 in all, and there are 2",),
+        ),
+        (
+            [*APART, "config.drafters.0.accelerator='!L4'"],
+            "config.target.accelerator",
+            ("3 GPU(s) of H100 and !L4 in all, and there are 2",),
+        ),
         (["machines.0.gpus=1"], "machines", ("1 x 1 and 1 x 1 gpus are there", "needs 3")),
         (
             [*APART, "config.target.replicas=3", "machines.1.gpus=2"],

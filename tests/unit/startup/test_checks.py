@@ -226,7 +226,7 @@ def test_a_cache_is_that_of_each_rank() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["target.accelerator=L4"], "target", "1 GPU(s) of L4, and there are 0: those of this machine are H100"),
+        (["target.accelerator=L4"], "target", "1 GPU(s) of L4 in all, and there are 0: those of this machine are H100"),
         (["target.accelerator='!H100'"], "target", "of !H100"),
         (["trainer.gpus=1", "trainer.accelerator=A100"], "trainer", "of A100"),
         (["target.accelerator=market=spot", "trainer.gpus=1"], "", ""),
