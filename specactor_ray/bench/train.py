@@ -35,7 +35,7 @@ from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.records import METRICS_FILE, read_records
 from specactor_ray.startup.machine import Machine, devices_of
-from specactor_ray.startup.resolve import Resolved, resolve
+from specactor_ray.startup.resolve import resolve
 from specactor_ray.trainer.run import checked, train
 from specactor_ray.transport.messages import RequestStats
 
@@ -200,7 +200,7 @@ def run_bench(
     say(console, "each step has several rollouts, by turns: rollout seconds of lines and metrics.jsonl are of all")
     cluster = copy.copy(config.cluster)
     if cluster.address == "local":  # room for all, of which one rolls out at a time
-        cores = sum(devices_of(one).cores for one in (common, *(other.config for other in others.values())))
+        cores = sum(devices_of(one).cores for one in (common, *others.values()))
         cluster.num_cpus = max(cores, cluster.num_cpus or 0)
     with sigterm_interrupts(), connect(cluster):
         try:
@@ -216,7 +216,7 @@ def run_bench(
 
 @contextlib.contextmanager
 def _beside(
-    others: Mapping[str, Resolved],
+    others: Mapping[str, Config],
     plain_every: int,
     held: list[PairedRollout],
     rollout: Rollout,
@@ -261,8 +261,8 @@ def drafted_name(config: Config) -> str:
     return ", ".join(one.method + " taught" * (one is taught) for one in config.drafters)
 
 
-def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) -> Resolved:
-    """The rollout of an option beside that of `config`, on the same cores, those of draft actors included: without
+def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) -> Config:
+    """The configuration of an option's rollout beside that of `config`, on the same cores, those of draft actors included: without
     drafts, or with `drafts` of its own. InputError: it cannot run, or be compared with the others."""
     tree, own = yaml.safe_load(to_yaml(config)), _LAYOUT + _DRAFTS * drafts
     base = ["run.name=null", *([] if drafts else ["mode=plain"])]
@@ -277,7 +277,7 @@ def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) 
                 key = f"drafters.{other.drafters.index(taught)}.online.where"
                 problem = f"is {taught.online.where.value!r}, and the head of the training alone is taught."
                 raise ConfigError(key, problem, f"{option}:{key}=off.")
-        return resolve(with_cores_of(config, other), Machine.here(), sampled=False)
+        return resolve(with_cores_of(config, other), Machine.here(), sampled=False).config
     except UserError as error:
         raise InputError(f"{option}: {error}") from None
 
