@@ -53,8 +53,8 @@ _DRAFTS = ("mode", "drafters", "speculation.", "target.hidden_layers")
 
 
 class PairedRollout:
-    """The rollout of the training, and others beside it that get the same weights. `rollouts`: by name, the plain one
-    and the drafted one first; `plain_every`: steps from one plain rollout to the next, 0 without any."""
+    """The rollout of the training, and others beside it that get the same weights. `rollouts`: by name, that of
+    the training first; `plain_every`: steps from one plain rollout to the next, 0 without any."""
 
     def __init__(self, rollouts: Mapping[str, Rollout], plain_every: int = 1) -> None:
         self._rollouts, self._plain_every, self.names = rollouts, plain_every, list(rollouts)
@@ -227,8 +227,7 @@ def _beside(
 
     with contextlib.ExitStack() as parts:
         started = {way: parts.enter_context(Rollout(other)) for way, other in others.items()}
-        first = {way: started.pop(way) for way in (PLAIN,) if way in started}
-        held.append(PairedRollout({**first, DRAFTED: rollout, **started}, plain_every))
+        held.append(PairedRollout({DRAFTED: rollout, **started}, plain_every))
         yield held[0], PairedMaker(maker, held[0])
 
 
@@ -262,8 +261,8 @@ def drafted_name(config: Config) -> str:
 
 
 def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) -> Config:
-    """The configuration of an option's rollout beside that of `config`, on the same cores, those of draft actors included: without
-    drafts, or with `drafts` of its own. InputError: it cannot run, or be compared with the others."""
+    """The configuration of an option's rollout beside that of `config`, on the same cores, those of draft actors
+    included: without drafts, or with `drafts` of its own. InputError: it cannot run, or be compared with the others."""
     tree, own = yaml.safe_load(to_yaml(config)), _LAYOUT + _DRAFTS * drafts
     base = ["run.name=null", *([] if drafts else ["mode=plain"])]
     try:
