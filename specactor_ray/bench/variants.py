@@ -215,13 +215,10 @@ def _more_verifiers(config: Config, batch: int, name: str, left_out: list[str]) 
     target, drafters = config.target, acting_drafters(config)
     kind, each, taken = "cores", target.cores, draft_cores(drafters)
     if target.gpus:
-        gpus = {one.accelerator: 0 for one in drafters}
-        for one in drafters:
-            gpus[one.accelerator] += one.replicas * one.gpus
-        other = sum(n for kind, n in gpus.items() if kind and not within(kind, target.accelerator))
-        kind, each, taken = "GPUs", target.gpus, sum(gpus.values()) - other
-        if other:
-            left_out.append(f"{name} with {other} more GPU(s): left out, drafters' are not of target.accelerator")
+        usable = [one for one in drafters if not one.accelerator or within(one.accelerator, target.accelerator)]
+        kind, each, taken = "GPUs", target.gpus, sum(one.replicas * one.gpus for one in usable)
+        if other := sum(one.replicas * one.gpus for one in drafters) - taken:
+            left_out.append(f"{name} with {other} more GPU(s): left out, they are not of target.accelerator")
     more, rest = divmod(taken, each)
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:

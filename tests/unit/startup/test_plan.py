@@ -250,6 +250,11 @@ class TestKinds:
         [
             (["target.accelerator=A100"], "", "a target on H100, and here it is on A100"),
             (["cluster.address=local"], "A100", "a target on H100, and here it is on A100"),
+            (
+                ["cluster.address=local", "target.accelerator=zone=a"],
+                "A100",
+                "a target on H100, and here it is on A100",
+            ),
         ],
     )
     def test_costs_of_another_kind_are_refused(self, file: Path, overrides: list[str], kind: str, words: str) -> None:
