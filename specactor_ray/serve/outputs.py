@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response, StreamingResponse
 
-from specactor_ray.rollout.detokenizer import Detokenizer, decoded
+from specactor_ray.rollout.detokenizer import PARTIAL, Detokenizer, decoded
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.requests import Wanted, as_json, error_body, note_failure, refusal_of
@@ -63,9 +63,8 @@ class GrowingText:
 
     def _beginning_of_a_held(self, text: str) -> int:
         """Number of characters at the end of a text that may begin a held text, or that start with a whole one."""
-        for held in self._hold:
-            if (at := text.find(held)) >= 0:
-                return len(text) - at
+        if found := [at for held in self._hold if (at := text.find(held)) >= 0]:
+            return len(text) - min(found)
         for length in range(min(self._longest, len(text)), 0, -1):
             if any(held.startswith(text[-length:]) for held in self._hold):
                 return length
@@ -101,7 +100,8 @@ def text_of(tokenizer: Any, output: Trajectory, special: bool, trimmed: bool) ->
     text = decoded(tokenizer, ids[:-1] if trimmed else ids, special)
     if not isinstance(stop, str):
         return text
-    end = text.rfind(stop)
+    before = decoded(tokenizer, ids[:-1], special).rstrip(PARTIAL)
+    end = text.find(stop, max(0, len(before) - len(stop) + 1))  # the last token completes it
     if end < 0:  # a special token stands within the stop text
         return output.text
     return text[: end + len(stop) * output.sampling.include_stop_str_in_output]

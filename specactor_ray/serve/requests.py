@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from specactor_ray.core.errors import (
     clipped,
     clipped_text,
 )
+from specactor_ray.core.files import parse_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.dialect import FIELDS, Dialect, requests_nothing
 
@@ -87,13 +88,19 @@ def refusal_of(error: Exception) -> HTTPException:
 
 def _refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
     """Refusal for validation errors of pydantic; values of the body are not repeated."""
-    problem = next(iter(problems))
-    name = ".".join(str(one) for one in problem["loc"] if one != "body")
+    (name, problem), *others = [(_field_of(one["loc"]), one) for one in problems]
     if problem["type"] == "json_invalid":
         return Refusal(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
     if not name and problem["type"] != "missing":
         return Refusal("the body must be a JSON object, sent with Content-Type: application/json")
-    return Refusal(f"{name or 'the body'}: {problem['msg']}", param=name or None)
+    reasons = dict.fromkeys(one["msg"] for other, one in [(name, problem), *others] if other == name)
+    return Refusal(f"{name or 'the body'}: {' or '.join(reasons)}", param=name or None)
+
+
+def _field_of(place: Sequence[str | int]) -> str:
+    """The field of a body or query, and a number in its list; types of a union are left out."""
+    name, *inner = place[1:] or ("",)
+    return ".".join(map(str, [name, *(one for one in inner if isinstance(one, int))]))
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:
@@ -128,7 +135,7 @@ class JsonRequest(Request):
             text = (await self.body()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise Refusal(f"the body is not UTF-8 text (byte {error.start})") from None
-        value = json.loads(text)
+        value = parse_json(text)
         if _HALVES.search(text) and (path := _path_of_half(value)) is not None:
             problem = "is not valid Unicode: it has half a surrogate pair"
             raise Refusal(f"{path or 'the body'} {problem}", param=path or None)
@@ -339,8 +346,13 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dial
     n = own.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:
         raise Refusal(f"n is {clipped(n)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
-    if own.get("prompt_logprobs") in (0, 1):  # in vLLM 0 requests those of the prompt's own tokens
-        own["prompt_logprobs"] = own["prompt_logprobs"] is not False
+    if (given_scores := own.get("prompt_logprobs")) is not None:  # in vLLM 0 requests those of the prompt's own tokens
+        if given_scores not in (0, 1):
+            problem = f"prompt_logprobs is {clipped(given_scores)}; it must be 0 or 1: prompts get no alternatives"
+            raise Refusal(problem, param="prompt_logprobs")
+        own["prompt_logprobs"] = given_scores is not False
+    if type(own.get("max_tokens")) is int:  # any number beyond the context means no limit
+        own["max_tokens"] = min(own["max_tokens"], 2**31 - 1)
     skip = own.pop("skip_special_tokens", True)
     if type(skip) is not bool:
         raise Refusal(f"skip_special_tokens is {clipped(skip)}; it must be true or false", param="skip_special_tokens")

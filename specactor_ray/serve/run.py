@@ -191,8 +191,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     InputError: the address does not exist on this machine, or the port is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise InputError(f"--host {host}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--host {host}: {getattr(error, 'strerror', None) or error}") from None
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes connections of IPv4, too
     try:
         return socket.create_server(address, family=family, dualstack_ipv6=both)

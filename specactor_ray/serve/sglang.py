@@ -78,9 +78,7 @@ async def generate(service: Serving, body: SglangGenerateBody, request: Request)
 def _wanted(service: Service, body: SglangGenerateBody, num_prompt: int) -> Wanted:
     """The seed applies to positions of the whole text, so that an output that was cut off and is resent as part of the
     prompt continues with the same tokens."""
-    given = {"no_stop_trim": False, **(body.sampling_params or {})}
-    if given.get("sampling_seed") is not None:
-        given.setdefault("first_position", num_prompt)
+    given = {"no_stop_trim": False, "first_position": num_prompt, **(body.sampling_params or {})}
     if body.return_logprob:
         given["logprobs"] = 0
     return service.wanted(given, _SAMPLING)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.clock import SYSTEM
@@ -17,6 +18,7 @@ from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout.detokenizer import Stop, StopFinder
 from specactor_ray.rollout.dispatch_thread import wake
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
@@ -81,12 +83,10 @@ class ScriptedQueue:
         pass
 
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-        tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
-        for end in range(len(tokens) if sampling.stop else 0):
-            decoded = self.tokenizer.decode(tokens[: end + 1])
-            if stop := next((one for one in sampling.stop if one in decoded), None):
-                tokens = tokens[: end + 1]
-                break
+        tokens, at = list(self.script(prompt, sampling))[: sampling.max_tokens], 0
+        stop: Stop | None = None
+        if sampling.stop and (stop := StopFinder(self.tokenizer, sampling).find(np.array(tokens))):
+            tokens = tokens[: stop.num_tokens]
         pairs = [(token, -0.5) for token in tokens]
         while handle.key in self.open and at < len(tokens):
             await asyncio.sleep(0)
@@ -97,9 +97,9 @@ class ScriptedQueue:
         reason = "abort" if handle.key not in self.open else "stop" if stop else self.finish_reason
         self.open.pop(handle.key, None)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
-        text = text.partition(stop)[0] if stop else text
+        text, name = (text[: len(text) - stop.cut], stop.text) if stop else (text, None)
         ids, logprobs = tuple(tokens[:at]), (-0.5,) * at
-        output = Trajectory("", 0, 0, prompt, ids, logprobs, text, reason, sampling, stop_reason=stop)
+        output = Trajectory("", 0, 0, prompt, ids, logprobs, text, reason, sampling, stop_reason=name)
         if self.error:
             output = Trajectory("", 0, 0, prompt, (), (), "", "error", sampling, error=self.error)
         handle.end(self.failure or output)

@@ -139,3 +139,17 @@ class TestAnswers:
         assert "".join(event["choices"][0]["text"] for event in streamed) == expected
         chat = post(CHAT, {"messages": MESSAGES, **options}, engine).json()["choices"][0]
         assert chat["message"]["content"] == expected
+
+    @pytest.mark.parametrize("stop", [["e"], ["ee"], ["l", "e"], ["e", "le"], ["a", "sl", "ee"]])
+    @pytest.mark.parametrize("included", [False, True])
+    def test_one_token_with_several_stop_texts_ends_all_forms_of_the_output_alike(
+        self, stop: list[str], included: bool
+    ) -> None:
+        options = {"prompt": [5], "stop": stop, "include_stop_str_in_output": included}
+        texts = set[str]()
+        for special in (False, True):
+            body = {**options, "skip_special_tokens": not special}
+            texts.add(post(COMPLETIONS, body, saying("sleeps")).json()["choices"][0]["text"])
+            streamed = events(post(COMPLETIONS, {**body, "stream": True}, saying("sleeps", part=1)))
+            texts.add("".join(event["choices"][0]["text"] for event in streamed))
+        assert len(texts) == 1, texts

@@ -123,6 +123,32 @@ def test_what_is_no_request_is_refused(path: str) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "reason"),
+    [
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", None, "Exceeds the limit"),
+        (b"[" * 100_000, None, "nested too deeply"),
+        (b'{"prompt": "a", "stop": 5}', "stop", "valid string or Input should be a valid list"),
+        (b'{"prompt": "a", "stop": ["a", 5]}', "stop", "valid string"),
+        (b'{"prompt": "a", "stop_token_ids": [1, "x"]}', "stop_token_ids.1", "valid integer"),
+        (b'{"prompt": "a", "prompt_logprobs": 5}', "prompt_logprobs", "must be 0 or 1"),
+        (b"[]", None, "must be a JSON object"),
+    ],
+    ids=lambda one: ascii(one)[:40],
+)
+def test_a_refusal_has_the_reason_and_a_field_that_exists(body: bytes, field: str | None, reason: str) -> None:
+    error = post(COMPLETIONS, body, headers=JSON).json()["error"]
+    assert error["param"] == field and reason in error["message"]
+
+
+@pytest.mark.parametrize("most", [2**31 - 1, 2**31, 2**63 - 1])
+def test_more_tokens_than_the_context_has_are_no_limit(most: int) -> None:
+    for path, body in BODIES.items():
+        if "max_tokens" in body:
+            assert post(path, {**body, "max_tokens": most}).status_code == 200
+    assert post(GENERATE, ids([1], max_new_tokens=most)).status_code == 200
+
+
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_an_unknown_field_that_requests_nothing_passes_everywhere(value: Any) -> None:
     for path in (COMPLETIONS, CHAT, TOKENS, GENERATE):

@@ -43,6 +43,12 @@ def test_a_port_is_taken_by_a_server_and_not_by_connections_that_linger() -> Non
     listening_socket(HOST, port).close()
 
 
+@pytest.mark.parametrize("host", ["a..b", ".x", "a" * 70, "no.such.host.invalid"])
+def test_a_host_that_is_no_address_is_refused(host: str) -> None:
+    with pytest.raises(InputError, match=f"--host {host}: "):
+        listening_socket(host, 0)
+
+
 def test_the_address_of_a_server_can_be_reached() -> None:
     assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80" and url_of("::1", 80) == "http://[::1]:80"
     assert url_of("0.0.0.0", 80) == url_of("::", 80) == f"http://{socket.gethostname()}:80"
