@@ -7,17 +7,19 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import remove_if_empty
+from specactor_ray.core.files import make_folder, parse_json, read_foreign, remove_if_empty
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (
@@ -107,6 +109,7 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
         config.run.name, leases = folder.name, [lease]
         where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
         if section.dir:
+            undo.callback(remove_if_empty, *make_folder(where, "checkpoint.dir"))
             leases.append(RunLease(where, "checkpoint.dir"))
             undo.callback(leases[-1].release)
         store = CheckpointStore(where, section.keep_last, section.keep_best)
@@ -141,12 +144,49 @@ def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState
 def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
     """State and checkpoint of an existing run; its results after the checkpoint are removed."""
     newest = store.newest_sound()
-    checkpoint, state = (None, now) if newest is None else (newest[0], _continued(*newest, now))
+    if newest is None:
+        _refuse_to_erase(folder, store)
+        checkpoint, state = None, now
+    else:
+        checkpoint, state = newest[0], _continued(*newest, now)
     store.remove_after(state.step)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     save_config(config, folder / f"config-from-step-{state.step:06d}.yaml")
     drop_repeated(folder, state.step, state.evaluated)
     return state, checkpoint
+
+
+def _refuse_to_erase(folder: Path, store: CheckpointStore) -> None:
+    """Raise InputError if a run without a sound checkpoint had some: from step 0 on it would erase its own results."""
+    usual = [folder / CHECKPOINTS] if (folder / CHECKPOINTS).is_dir() else []
+    others = sorted({*usual, *_named_folders(folder)} - {store.folder})
+    if found := store.all():
+        problem = f"none of the {len(found)} checkpoints in {store.folder} is sound"
+    elif _has_saved(folder) or any(CheckpointStore(other, 1, False).all() for other in others):
+        problem = f"{store.folder} has none of the checkpoints of this run"
+    else:
+        return
+    fix = f"restore that folder, name the right one (it was {' or '.join(map(str, others))})" if others else "restore it"
+    raise InputError(
+        f"checkpoint.dir: {problem}, and to go on from step 0 would erase the results in {folder}. Fix: {fix}, or begin "
+        "a new run by resume=never and another run.name"
+    )
+
+
+def _named_folders(folder: Path) -> Iterator[Path]:
+    """Each `checkpoint.dir` with which a run began or went on."""
+    for file in folder.glob("config*.yaml"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            yield Path(yaml.safe_load(read_foreign(file))["checkpoint"]["dir"]).expanduser()
+
+
+def _has_saved(folder: Path) -> bool:
+    """Whether a run's summary has checkpoints; if it has no summary, whether a step of it has written one."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(parse_json(read_foreign(folder / SUMMARY_FILE))["checkpoints"])
+    with contextlib.suppress(OSError):
+        return b'"checkpoint": [' in (folder / METRICS_FILE).read_bytes()  # its begin and end in the timeline
+    return False
 
 
 def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:

@@ -69,12 +69,12 @@ def train(
     for line in resolved.choices:
         say(console, line)
     with sigterm_interrupts():
-        run = open_run(config, stream.size)
+        memory = plan_memory(config, longest_sample(resolved, stream))
+        check_memory(config, machine.free_bytes, memory, FIXES)
+        check_turn_of_trainer(config, machine, memory)
+        run = open_run(config, stream.size)  # after all refusals: it removes what a resumed run repeats
         try:
             stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
-            memory = plan_memory(config, longest_sample(resolved, stream))
-            check_memory(config, machine.free_bytes, memory, FIXES)
-            check_turn_of_trainer(config, machine, memory)
             announce(resolved, run, memory, console, len(stream.held_out))
             return _train(resolved, run, stream, console, watch, beside)
         except BaseException as error:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -357,6 +358,43 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
     )
     live.close()
     assert open_run(settings(tmp_path, where, "resume=auto", "run.name=r")).state.step == 3
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("key", r"it was .*/shared\), or begin a new run by resume=never"),
+        ("folder", r"/shared has none of the checkpoints"),
+        ("folder of a killed run", r"/shared has none of the checkpoints"),
+        ("other key", r"/new has none of the checkpoints .*/shared\)"),
+        ("manifest", r"none of the 1 checkpoints in .*/shared is sound.* Fix: restore"),
+    ],
+)
+def test_a_run_whose_checkpoints_are_lost_is_not_erased(tmp_path: Path, lost: str, named: str) -> None:
+    shared = tmp_path / "shared"
+    where, again = [f"checkpoint.dir={shared}"], ("resume=auto", "run.name=r")
+    begin(tmp_path, *where, steps=3)
+    (tmp_path / "runs" / "r" / "summary.json").write_text('{"status": "complete", "checkpoints": ["step-000003"]}')
+    if lost.startswith("folder"):
+        shutil.rmtree(shared)
+    if lost == "folder of a killed run":
+        (tmp_path / "runs" / "r" / "summary.json").unlink()
+        append_json(tmp_path / "runs" / "r" / METRICS_FILE, {"step": 5, "timeline": {"checkpoint": [0.0, 1.0]}})
+    if lost == "manifest":
+        (shared / "step-000003" / "manifest.json").write_text("")
+    where = {"key": [], "other key": [f"checkpoint.dir={tmp_path / 'new'}"]}.get(lost, where)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=rf"^checkpoint\.dir: .*{named}"):
+        open_run(settings(tmp_path, *where, *again))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    begin(tmp_path)
+    shutil.rmtree(tmp_path / "runs" / "r" / "checkpoints")
+    run = open_run(settings(tmp_path, "resume=auto", "run.name=r"))
+    assert (run.state.step, run.checkpoint, read_records(run.folder / METRICS_FILE)) == (0, None, [])
 
 
 @pytest.mark.parametrize(
