@@ -8,9 +8,10 @@ written, including list indices.
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,7 +45,10 @@ S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded configuration, and of copies of it: path of each key with a value from the environment →
 (its `${...}` text, its value)."""
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+_NULL = "tag:yaml.org,2002:null"
+_UNREADABLE = (
+    yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError
+)  # fmt: skip
 """Errors of PyYAML and OmegaConf for invalid texts, such as a tag that does not fit its value."""
 
 
@@ -64,7 +68,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     if path is not None and not isinstance(path, str | Path):
         fix = "name a YAML file or a shipped configuration; `specactor_ray.config.load.from_mapping` takes a dict."
         raise ConfigError("config", f"{clipped(path)} is no name.", fix)
-    return from_mapping(_read_yaml(Path(path)) if path is not None else {}, overrides)
+    return from_mapping(_read_yaml(Path(path), Config) if path is not None else {}, overrides)
 
 
 def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -77,7 +81,7 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = (), folder: str = "") -> S:
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
     Shipped files of this schema are in `folder` of `conf`."""
-    settings = _read_yaml(source, folder) if isinstance(source, Path) else source
+    settings = _read_yaml(source, schema, folder) if isinstance(source, Path) else source
     return _loaded(settings, overrides, schema)[0]
 
 
@@ -122,10 +126,13 @@ def shipped_names(folder: str = "") -> list[str]:
     return sorted(path.stem for path in (SHIPPED / folder).glob("*.yaml") if path.stem != "runtime_env")
 
 
-def _read_yaml(path: Path, folder: str = "") -> Tree:
+def _read_yaml(path: Path, schema: type, folder: str = "") -> Tree:
     where = str(path)
     try:
-        container: Any = OmegaConf.load(find_file(path, folder))
+        text = find_file(path, folder).read_text(encoding="utf-8")
+        container: Any = OmegaConf.load(io.StringIO(_with_quotes(text, schema)))
+    except ConfigError:
+        raise
     except FileNotFoundError:
         fix = f"name a file, or one shipped with the package: {', '.join(shipped_names(folder))}."
         raise ConfigError(where, "there is no such file.", fix) from None
@@ -147,6 +154,39 @@ def yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
+
+
+def _with_quotes(text: str, schema: Any, key: str = "") -> str:
+    """YAML with quotes around what a key for text has: there `No`, `0123` and `1.10` stay as they are written. Raises
+    ConfigError for such a key with a comment in place of its value, as in `answer_pattern: #### (.*)`."""
+    try:
+        spans = sorted(set(_unquoted(text, yaml.compose(text, yaml.SafeLoader), schema, key)), reverse=True)
+    except yaml.YAMLError:
+        return text  # OmegaConf raises it again
+    for begin, end in spans:
+        text = f"{text[:begin]}{_quoted(text[begin:end])}{text[end:]}"
+    return text
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _unquoted(text: str, node: Any, annotation: Any, key: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of each plain value of keys for text in a YAML node of this annotation."""
+    kind, element = without_none(annotation)[0], list_element(without_none(annotation)[0])
+    if isinstance(node, yaml.MappingNode) and is_dataclass(kind):
+        for name, value in node.value:
+            yield from _unquoted(text, value, field_types(kind).get(name.value), f"{key}.{name.value}".lstrip("."))
+    elif isinstance(node, yaml.SequenceNode) and element is not None:
+        for index, value in enumerate(node.value):
+            yield from _unquoted(text, value, element, f"{key}.{index}")
+    elif isinstance(node, yaml.ScalarNode) and kind is str:
+        begin, end = node.start_mark.index, node.end_mark.index
+        if begin == end and re.match(r"[ \t]*#\S", text[end:]):
+            raise ConfigError(key, "has no value, since # begins a comment.", "quote the value.")
+        if node.tag != _NULL and text[begin:end] == node.value:
+            yield begin, end
 
 
 # ---- trees ----
@@ -202,16 +242,24 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
     node, slot, annotation = _place(tree, key.split("."), schema)
-    old, value = node[slot], _override_value(key, text)
+    old, value = node[slot], _override_value(key, text, annotation)
     if old and value is None and is_dataclass(annotation):
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
     node[slot] = _merged(old, value)
 
 
-def _override_value(key: str, text: str) -> Any:
+def _override_value(key: str, text: str, annotation: Any) -> Any:
     try:
-        container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        node = yaml.compose(text, yaml.SafeLoader)
+        begin, end = (0, 0) if node is None else (node.start_mark.index, node.end_mark.index)
+        if text[end:].lstrip().startswith("#"):
+            if without_none(annotation)[0] is not str or (node is not None and text[begin:end] != node.value):
+                raise ConfigError(key, f"{clipped(text)} ends in a comment.", "quote the value: # begins a comment.")
+            text = _quoted(text.strip())
+        container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={_with_quotes(text, annotation, key)}"]))
+    except ConfigError:
+        raise
     except _UNREADABLE as error:
         problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the value, and the whole item for the shell: \"{key}='...'\"") from None
@@ -313,7 +361,7 @@ def _converted(annotation: Any, value: Any, auto: bool = True) -> Any:
     if choices(kind):
         word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML reads an unquoted `off` as false
         return kind[word]
-    allowed = {int: (int, str), float: (int, float, str), str: (str, int, float, bool)}.get(kind)
+    allowed = {int: (int, str), float: (int, float, str), str: (str, int, float)}.get(kind)
     if allowed is not None and type(value) in allowed:
         return kind(value)
     if kind is Any or (typing.get_origin(kind) is dict and isinstance(value, dict)):

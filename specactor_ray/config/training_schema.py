@@ -170,7 +170,7 @@ class RewardConfig:
     times. Null leaves the sample out of training; the others of its group are compared without it."""
     workers: int = at_least(1, default=2)
     """Samples scored at once, in separate processes."""
-    pass_threshold: float = 1.0
+    pass_threshold: float = limited(math.isfinite, "use a finite number.", default=1.0)
     """Least reward of a sample that counts as passed."""
 
 

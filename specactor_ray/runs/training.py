@@ -166,11 +166,9 @@ def _refuse_to_erase(folder: Path, store: CheckpointStore) -> None:
         problem = f"{store.folder} has none of the checkpoints of this run"
     else:
         return
-    fix = f"restore that folder, name the right one (it was {' or '.join(map(str, others))})" if others else "restore it"
-    raise InputError(
-        f"checkpoint.dir: {problem}, and to go on from step 0 would erase the results in {folder}. Fix: {fix}, or begin "
-        "a new run by resume=never and another run.name"
-    )
+    fix = f"restore it, or name the right folder (it was {' or '.join(map(str, others))})" if others else "restore it"
+    problem = f"{problem}, and to go on from step 0 would erase the results in {folder}"
+    raise InputError(f"checkpoint.dir: {problem}. Fix: {fix}, or begin a new run by resume=never and another run.name")
 
 
 def _named_folders(folder: Path) -> Iterator[Path]:

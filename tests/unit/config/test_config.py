@@ -70,6 +70,16 @@ def test_lists_are_replaced_and_their_elements_overridden(tmp_path: Path) -> Non
         ("target.max_batch='12'", 12),
         ("run.name=", None),
         ("run.dir=${run.log_level}", "WARNING"),
+        ("run.name=7", "7"),
+        ("run.name=0123", "0123"),
+        ("run.name=2024_01_02", "2024_01_02"),
+        ("data.answer_key=yes", "yes"),
+        ("data.answer_key=it's", "it's"),
+        ("data.answer_key=!!str 5", "5"),
+        ("reward.answer_pattern=#### (.*)", "#### (.*)"),
+        ("data.system_prompt=a # b", "a # b"),
+        ("data.system_prompt='a # b'", "a # b"),
+        ("sampling.stop=[No, 1.10, 0x10, 010, 12:30, 'a']", ("No", "1.10", "0x10", "010", "12:30", "a")),
     ],
 )
 def test_values_are_converted(item: str, expected: object) -> None:
@@ -77,6 +87,15 @@ def test_values_are_converted(item: str, expected: object) -> None:
     value = getattr(getattr(load_config(None, ["mode=plain", item]), section), name)
     assert value == expected
     assert type(value) is type(expected)
+
+
+def test_texts_of_a_file_are_as_they_are_written(tmp_path: Path) -> None:
+    text = "mode: plain # b\nrun: {name: 0123}\ndata:\n  answer_key: No  # a\nsampling:\n  stop:\n  - 1.10\n  - 'no'\n"
+    config = load_config(write(tmp_path, text + "reward:\n  answer_pattern: # none\n"))
+    assert (config.run.name, config.data.answer_key, config.sampling.stop) == ("0123", "No", ("1.10", "no"))
+    assert config.reward.answer_pattern is None and load_config(write(tmp_path, to_yaml(config))) == config
+    error = error_of(path=write(tmp_path, "reward:\n  answer_pattern: #### (.*)\n"))
+    assert error.key == "reward.answer_pattern" and "# begins a comment" in error.problem
 
 
 def test_the_mapping_is_not_changed() -> None:
@@ -116,6 +135,11 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["run.name=${run.name}"], "run.name", "${run.name}"),
     # malformed overrides
     (["target.max_batch"], "target.max_batch", "KEY=VALUE"),
+    (["data.system_prompt='a' # b"], "data.system_prompt", "quote the value: # begins a comment"),
+    (["target.replicas=2 # b"], "target.replicas", "quote the value: # begins a comment"),
+    (["data.options={a: 1} # b"], "data.options", "quote the value: # begins a comment"),
+    (["data.answer_key=" + "[" * 5000], "data.answer_key", "not valid YAML"),
+    (["data.answer_key=${data.shuffle}"], "data.answer_key", "a text"),
     (["target.=3"], "target.=3", ""),
     ([".=1"], ".=1", ""),
     (["drafters=[{method: ngram}"], "drafters", "not valid YAML"),

@@ -79,6 +79,15 @@ def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
         assert caught.value.key == key
 
 
+@pytest.mark.parametrize("doc", [doc for doc in describe(Config) if "number" in doc.type])
+def test_no_number_is_infinite(doc: KeyDoc) -> None:
+    key = doc.key.replace(".N.", ".0.")
+    for value in (".nan", ".inf", "-.inf"):
+        with pytest.raises(ConfigError) as caught:
+            validate_training(load_config(None, ["mode=decoupled", *BASE, f"{key}={value}"]))
+        assert caught.value.key == key
+
+
 class TestReferences:
     @pytest.fixture(autouse=True)
     def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -10,8 +11,10 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
@@ -35,6 +38,7 @@ from specactor_ray.trainer.run import (
     longest_sample,
     plan_memory,
     prepared,
+    train,
 )
 from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -388,6 +392,15 @@ def test_a_run_whose_checkpoints_are_lost_is_not_erased(tmp_path: Path, lost: st
         open_run(settings(tmp_path, *where, *again))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "new").exists()
+
+
+def test_a_resumed_run_that_is_refused_later_keeps_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path, steps=3)
+    monkeypatch.setattr("specactor_ray.trainer.run.check_memory", Mock(side_effect=ConfigError("target", "too large.")))
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    with refused("target", "too large"):
+        train(settings(tmp_path, "resume=auto", "run.name=r"), Console(file=io.StringIO()))
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
