@@ -174,8 +174,9 @@ def _quoted(text: str) -> str:
 
 def _unquoted(text: str, node: Any, annotation: Any, key: str) -> Iterator[tuple[int, int]]:
     """Begin and end of each plain value of keys for text in a YAML node of this annotation."""
-    kind, element = without_none(annotation)[0], list_element(without_none(annotation)[0])
-    if isinstance(node, yaml.MappingNode) and is_dataclass(kind):
+    kind, _ = without_none(annotation)
+    element, is_section = list_element(kind), is_dataclass(kind)
+    if isinstance(node, yaml.MappingNode) and is_section:
         for name, value in node.value:
             yield from _unquoted(text, value, field_types(kind).get(name.value), f"{key}.{name.value}".lstrip("."))
     elif isinstance(node, yaml.SequenceNode) and element is not None:

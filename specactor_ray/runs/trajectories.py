@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from specactor_ray.config import Config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import append_json, flush_entry, parse_json
+from specactor_ray.core.files import append_json, flush_entry, parse_json, without_nan
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt, Row, split_row
 from specactor_ray.runs.folder import (
@@ -39,8 +39,12 @@ _SAME = (
     "data.add_special_tokens",
     "data.split_special_tokens",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
+    "reward.functions",
+    "reward.answer_pattern",
+    "reward.failure_value",
+    "data.answer_key",
 )
-"""Keys that determine the outputs."""
+"""Keys that determine the outputs and their rewards."""
 _REASONS = ("stop", "length", "abort", "error")
 _KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
@@ -78,9 +82,8 @@ class TrajectoryWriter:
     which a reward of a whole group gives late. Raises as `_Lines`."""
 
     def __init__(self, folder: Path, scored: bool = False) -> None:
-        self.path, unscored = folder / TRAJECTORIES_FILE, folder / UNSCORED_FILE
-        self.file = _Lines(folder / PARTIAL_FILE)
-        self.unscored = _Lines(unscored) if scored or unscored.exists() else None
+        self.path, self.file = folder / TRAJECTORIES_FILE, _Lines(folder / PARTIAL_FILE)
+        self.unscored = _Lines(folder / UNSCORED_FILE) if scored else None
         self.partial = self.file.path
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -148,7 +151,8 @@ def read_finished(writer: TrajectoryWriter, given: Sequence[Prompt | Row], confi
         InputError: A trajectory is malformed or duplicate, or of other prompts, another seed or a larger group; the
             message has its line.
     """
-    prompts = [split_row(row) for row in given]
+    # `append_json` has null in place of NaN.
+    prompts = [(prompt, without_nan(columns)) for prompt, columns in map(split_row, given)]
     rows = _read(writer.file, prompts, config)
     ended = {} if writer.unscored is None else _read(writer.unscored, prompts, config)
     return SavedRows(list(rows.values()), [row for place, row in ended.items() if place not in rows])

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ from specactor_ray.trainer.rewards import row_scorer
 from specactor_ray.transport.messages import RequestStats
 from tests.refused import refused
 from tests.tiny import tiny_draft, tiny_target
+
+REWARD = {"functions": [{"name": "length"}], "workers": 1}
 
 
 class FakeRollout:
@@ -146,7 +149,8 @@ class TestRun:
         assert json.loads(Path("runs/r/summary.json").read_text()) == summary
 
     def test_columns_of_prompts_are_in_the_trajectories_of_a_continued_run_too(self) -> None:
-        rows = [{"prompt": text, "id": text * 2, "answer": number} for number, text in enumerate("abc")]
+        odd = {"difficulty": [math.nan, {"most": -math.inf}]}
+        rows = [{"prompt": text, "id": text * 2, "answer": number, **odd} for number, text in enumerate("abc")]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         Path("rows.jsonl").write_text(text)
         self.run(trajectory(2), KeyboardInterrupt(), path="rows.jsonl")
@@ -157,7 +161,10 @@ class TestRun:
         outcome = self.run(trajectory(1), trajectory(0), path="rows.jsonl", resume="auto")
         found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
         assert [row["prompt_index"] for row in found] == [2, 1, 0]
-        assert [row["columns"] for row in found] == [{"id": one * 2, "answer": "abc".index(one)} for one in "cba"]
+        odd = {"difficulty": [None, {"most": None}]}
+        assert [row["columns"] for row in found] == [
+            {"id": one * 2, "answer": "abc".index(one), **odd} for one in "cba"
+        ]
         assert "rewards" not in outcome.summary
 
     def test_rewards_of_outputs_and_pass_at_k(self) -> None:
@@ -180,18 +187,21 @@ class TestRun:
     def test_functions_of_a_batch_see_the_outputs_of_an_interrupted_run_too(self) -> None:
         """By number of outputs and place; that of a failed request is not there."""
         reward = {"functions": [{"name": "tests.fakes.reward_forms:rank"}], "workers": 1}
-        self.run(trajectory(0), trajectory(1, error="too long"), KeyboardInterrupt())
+        first = self.run(trajectory(0), trajectory(1, error="too long"), reward=reward)
+        (first.folder / "trajectories.jsonl").rename(first.folder / "trajectories.jsonl.partial")
         more = [replace(trajectory(index), sample_index=1) for index in (1, 0)]
         outcome = self.run(*more, reward=reward, n=2, resume="auto")
         found = [json.loads(line) for line in Path(outcome.summary["output"]).read_text().splitlines()]
         rewards = [(row["prompt_index"], row["sample_index"], row.get("reward")) for row in found]
-        assert rewards[:2] == [(0, 0, None), (1, 0, None)], "those of the interrupted run are there once, as they were"
+        assert sorted(rewards[:2]) == [(0, 0, 1004.0), (1, 0, None)], (
+            "those of the interrupted run are there once, as they were"
+        )
         assert sorted(rewards[2:]) == [(0, 1, 2104.0), (1, 1, 1004.0)]
 
     @pytest.mark.parametrize("function", ["reward_forms:rank", "reward_functions:slow_on_text"])
     def test_outputs_without_a_reward_yet_are_in_an_interrupted_run(self, function: str) -> None:
         """The group has not ended, or the function is slow. Ctrl-C and kill -9 interrupt the run, the latter with the
-        files as they are at that time; twice, and also if the last resume has no scorer."""
+        files as they are at that time; twice."""
         reward = {"functions": [{"name": f"tests.fakes.{function}"}], "workers": 1}
         first, others = (
             [sample(*one) for one in some] for some in (((0, 1), (1, 0), (2, 1)), ((0, 0), (1, 1), (2, 0)))
@@ -200,12 +210,11 @@ class TestRun:
         shown = io.StringIO()
         self.run(*first[:2], killed, first[2], KeyboardInterrupt(), reward=reward, n=2, shown=shown)
         assert "3 finished trajectories are saved" in shown.getvalue()
-        shutil.copytree("runs/r", "runs/plain")
         found = dict[str, list[dict[str, Any]]]()
-        for name, there in (("r", 3), ("killed", 2), ("plain", 3)):
+        for name, there in (("r", 3), ("killed", 2)):
             with (Path("runs") / name / "unscored.jsonl.partial").open("a") as file:
                 file.write('{"half')
-            given = {"name": name, "n": 2, "resume": "auto", "reward": {} if name == "plain" else reward}
+            given = {"name": name, "n": 2, "resume": "auto", "reward": reward}
             assert self.run(others[0], KeyboardInterrupt(), **given).summary["resumed"] == there
             outcome = self.run(*others[1:], *first[there:], **given)
             assert len(FakeRollout.skipped) == outcome.summary["resumed"] == there + 1
@@ -216,12 +225,9 @@ class TestRun:
             found[name] = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
             assert outcome.summary["trajectories"]["finished"] == len(rows) == 6
         assert found["r"] == found["killed"]
-        assert [row | {"reward": 0, "rewards": 0} for row in found["plain"]] == [
-            row | {"reward": 0, "rewards": 0} for row in found["r"]
-        ]
         ranked = function.endswith("rank")
         expected = [2004.0, 2104.0] * 3 if ranked else [4.0] * 6
-        assert [row["reward"] for row in found["r"]] == expected and "reward" not in found["plain"][0]
+        assert [row["reward"] for row in found["r"]] == expected
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
@@ -346,14 +352,19 @@ class TestRun:
             ({"limit": 1}, "line 1"),
             ({"path": "others.txt"}, "line 1"),
             ({"resume": "somewhere"}, r"^resume: .*auto or never"),
+            ({"reward": {}}, r"^reward.functions: "),
+            ({"reward": {"functions": [{"name": "length", "weight": 2.0}]}}, r"^reward.functions: .*2\.0.*1\.0"),
+            ({"reward": REWARD | {"answer_pattern": "a"}}, r"^reward.answer_pattern: .*'a'.*None"),
+            ({"reward": REWARD | {"failure_value": 0.0}}, r"^reward.failure_value: .*0\.0.*None"),
+            ({"answer_key": "solution"}, r"^data.answer_key: .*'solution'.*'answer'"),
         ],
     )
     def test_other_settings_are_refused_and_nothing_is_lost(self, changed: dict[str, Any], expected: str) -> None:
-        self.run(trajectory(2), KeyboardInterrupt())
+        self.run(trajectory(2), KeyboardInterrupt(), reward=REWARD)
         before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
         Path("others.txt").write_text("x\ny\nz\n")
         with pytest.raises(UserError, match=expected):
-            self.run(trajectory(1), **{"resume": "auto", **changed})
+            self.run(trajectory(1), **{"resume": "auto", "reward": REWARD, **changed})
         assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
 
     @pytest.mark.parametrize(
