@@ -88,12 +88,17 @@ class RunFiles:
 
 
 def find_run(name: str, base: Path) -> Path:
-    """The folder of a run, by its path or its name below `base`. Raises InputError if there is none."""
-    for folder in (Path(name).expanduser(), base / name):
-        if folder.is_dir():
-            return folder
-    folders = [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
-    names = [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
+    """The folder of a run, by its path or its name below `base`. Raises InputError if there is none, or it cannot be
+    read."""
+    try:
+        for folder in (Path(name).expanduser(), base / name):
+            (folder / SUMMARY_FILE).exists()  # raises without the right to search the folder
+            if folder.is_dir():
+                return folder
+        folders = [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+        names = [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read ({error.strerror}). Fix: name the folder of a run") from None
     newest = f" The newest of {len(names)} runs there: {', '.join(names[-3:])}." * bool(names)
     hint = did_you_mean(name, names) or newest
     raise InputError(f"{name}: no folder of this name is here or in {base}.{hint} Fix: name the folder of a run")

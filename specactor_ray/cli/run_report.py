@@ -23,7 +23,7 @@ from specactor_ray.cli.report import (
 from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import make_folder, refuse_existing
+from specactor_ray.core.files import refuse_existing, require_folder
 from specactor_ray.core.signals import signals_deferred
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def report(
     """
     refuse_existing(output, "--output")
     if output is not None:
-        make_folder(output.parent, "--output")
+        require_folder(output.parent, "--output")
     with signals_deferred():
         from specactor_ray.cli.run_files import DAMAGE, find_run, read_run
 

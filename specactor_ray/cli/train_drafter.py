@@ -24,7 +24,7 @@ from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLo
 from specactor_ray.draft.eagle.checkpoint import save_head
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer, require_named_model
 from specactor_ray.models.shapes import model_identity
-from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.rollout.prompts import encode_prompts, read_rows, split_row
 from specactor_ray.runs.folder import RunLease
 
 METHOD = "eagle"
@@ -53,8 +53,8 @@ def train_drafter(
         KeyboardInterrupt: What was done is kept.
     """
     target = _checked_target(recipe)
-    encoded = _encoded(data, recipe, target)
-    others = None if held_out is None else _encoded(held_out, recipe, target)
+    encoded = _encoded("--data", data, recipe, target)
+    others = None if held_out is None else _encoded("--heldout", held_out, recipe, target)
     prompts = split_prompts(encoded, others, _longest_prompt(recipe, target))
     work = output / WORK_FOLDER
     facts = {**recipe.training_facts(), "prompts": prompts.digest()}
@@ -144,11 +144,14 @@ def _longest_prompt(recipe: DrafterRecipe, target: Any) -> int:
     return context - recipe.max_tokens
 
 
-def _encoded(data: Path, recipe: DrafterRecipe, target: Any) -> list[TokenIds]:
-    prompts = read_prompts(data, key="--data")
+def _encoded(option: str, data: Path, recipe: DrafterRecipe, target: Any) -> list[TokenIds]:
+    prompts = [split_row(row)[0] for row in read_rows(data, num_ids=target.vocab_size, key=option)]
     tokenizer = load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code)
-    encoded = [encode_prompt(tokenizer, prompt, recipe.chat) for prompt in prompts]
-    largest = max(max(prompt) for prompt in encoded)
+    found = encode_prompts(tokenizer, prompts, recipe.chat)
+    if bad := [f"prompt {number}: {reason}" for number, (_, reason) in enumerate(found, start=1) if reason]:
+        raise InputError(f"{option}: {data}, {bad[0]}")
+    encoded = [token_ids for token_ids, _ in found]
+    largest = max(map(max, encoded))
     if largest >= target.vocab_size:
         raise InputError(
             f"--target: its tokenizer gives the token id {largest}, and the model's vocabulary has {target.vocab_size} "

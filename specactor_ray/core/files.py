@@ -97,8 +97,12 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 
 
 def refuse_existing(path: Path | None, option: str) -> None:
-    """Raises InputError if a file or folder for results exists."""
-    if path is not None and path.exists():
+    """Raises InputError if a file or folder for results exists, or its path cannot be looked up."""
+    try:
+        exists = path is not None and path.exists()
+    except OSError as error:
+        raise InputError(f"{option}: {path} cannot be written to ({error.strerror}); name another one") from None
+    if exists:
         raise InputError(f"{option}: {path} exists and is never overwritten; name another one")
 
 

@@ -15,8 +15,8 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def write_plot(file: Path, *panels: Panel, columns: int = 1, height: float = 3.0) -> str:
-    """Draw panels into a file, row by row, which replaces an older one. `height`: inches of a panel. Returns a line for
-    the user: where the plot is, or why there is none."""
+    """Draw panels into a file, row by row, which replaces an older one, in a folder that need not exist. `height`:
+    inches of a panel. Returns a line for the user: where the plot is, or why there is none."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -36,6 +36,7 @@ def write_plot(file: Path, *panels: Panel, columns: int = 1, height: float = 3.0
         for axes in places[len(panels) :]:
             axes.remove()
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as temporary:
                 figure.savefig(temporary, format="png", dpi=110)
         except OSError as error:

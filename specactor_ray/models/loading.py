@@ -82,11 +82,15 @@ def _folder_of(source: Path | str, revision: str | None) -> Path | None:
 def _find_model(name: str) -> Path | str:
     """`locate_model` for names that are not built in, with their revision."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_dir, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ModelLoadError(f"{name!r} cannot be read ({error.strerror}). Fix: check the path.") from None
+    if is_dir:
         read_config(path)
         weight_files(path)
         return path
-    if path.exists():
+    if exists:
         raise ModelLoadError(f"{name!r} is a file. Fix: name the directory that holds config.json and the weights.")
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"There is no directory {name!r}. Fix: check the path, or give {_NAMES_IN_WORDS}.")

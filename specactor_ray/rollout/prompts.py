@@ -29,7 +29,10 @@ Row = Mapping[str, Any]
 Encoded = tuple[tuple[int, ...], str]
 """Token ids and error; the error is empty on success."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+"""Suffixes of files with a JSON value a line, in small letters; other files have a text a line."""
 _TABLES = (".csv", ".tsv", ".parquet", ".arrow")
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in prompts."""
 _OUTPUT = "0utput"
@@ -58,13 +61,13 @@ def split_row(row: Prompt | Row, where: str = "the row") -> tuple[Prompt, dict[s
 def read_rows(
     path: str | Path, limit: int | None = None, num_ids: int | None = None, key: str = "data.path"
 ) -> list[Prompt | Row]:
-    """Rows of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
-    (one per line), without blank lines. An InputError has the number of a malformed line. `num_ids`: size of the
+    """Rows of a file of `JSON_LINES` (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text
+    file (one per line), without blank lines. An InputError has the number of a malformed line. `num_ids`: size of the
     target's vocabulary, if it is known; `key` as of `read_prompts`."""
     if str(path).startswith(("hf:", "reasoning_gym:")):
         raise InputError(f"{key}: {path} names tasks, which only `specactor train` reads. Fix: name a file of prompts")
     path = Path(path)
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix.lower() in JSON_LINES:
         lines = read_jsonl(path, key)
         found: Iterator[Prompt | Row] = (_checked_row(row, f"{path}, line {at}", num_ids) for at, row in lines)
     else:
@@ -78,8 +81,8 @@ def read_rows(
 def _checked_row(row: Any, where: str, num_ids: int | None) -> Row:
     _prompt_of(row, where)
     if num_ids is not None and "prompt_token_ids" in row and (largest := max(row["prompt_token_ids"])) >= num_ids:
-        problem = f"token id {largest} is outside the vocabulary of target.model (0 to {num_ids - 1})"
-        raise InputError(f"{where}: {problem}. Fix: encode prompts with the tokenizer of target.model")
+        problem = f"token id {largest} is outside the target's vocabulary (0 to {num_ids - 1})"
+        raise InputError(f"{where}: {problem}. Fix: encode prompts with the target's tokenizer")
     return row  # type: ignore[no-any-return]
 
 
@@ -99,10 +102,10 @@ def read_jsonl(path: str | Path, key: str = "data.path") -> Iterator[tuple[int, 
 
 
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
-    fix = "Fix: name a file of prompts"
-    if path.is_dir():
-        raise InputError(f"{key}: {path} is a folder. {fix}")
-    if path.suffix in _TABLES:
+    fix, suffix = "Fix: name a file of prompts", path.suffix.lower()
+    if suffix in _PACKED:
+        raise InputError(f"{key}: {path} is packed. Fix: unpack it")
+    if suffix in _TABLES:
         rows = f"write its rows as JSONL, one object with {_KINDS_IN_WORDS} a line"
         raise InputError(f"{key}: {path} is a table. Fix: {rows}")
     try:
@@ -110,6 +113,8 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
         lines = find_file(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise InputError(f"{key}: there is no file {path}. {fix}") from None
+    except IsADirectoryError:
+        raise InputError(f"{key}: {path} is a folder. {fix}") from None
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
         problem = f"{path}, line {number}: not UTF-8 text (byte {error.start} of the file)"

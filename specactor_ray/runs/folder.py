@@ -119,7 +119,9 @@ def lease_unfinished(run: RunConfig, file: str, continues: Callable[[Path], bool
 def _newest_first(base: Path, file: str) -> list[Path]:
     """The files of this name in the folders of `base`."""
     times: dict[Path, float] = {}
-    for path in base.glob(f"*/{file}"):
+    with run_dir_errors(base):
+        found = list(base.glob(f"*/{file}"))
+    for path in found:
         with contextlib.suppress(OSError):
             times[path] = path.stat().st_mtime
     return sorted(times, key=times.__getitem__, reverse=True)

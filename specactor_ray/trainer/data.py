@@ -21,7 +21,7 @@ from specactor_ray.config.methods import import_named
 from specactor_ray.config.rules import NO_TASKS
 from specactor_ray.config.schema import DataConfig
 from specactor_ray.core.errors import ConfigError, InputError, UserError, clipped, clipped_text, in_words, place_of
-from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
+from specactor_ray.rollout.prompts import JSON_LINES, Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
 """Number of tasks of a generated source without `data.limit`; each is made when it is read."""
@@ -62,9 +62,10 @@ def open_source(config: DataConfig, seed: int) -> Source:
         raise ConfigError(*NO_TASKS)
     if path.startswith(_GYM):
         return GymSource(path.removeprefix(_GYM), config, seed)
-    if path.startswith(_HUB) or Path(path).suffix == ".parquet":
+    suffix = Path(path).suffix.lower()
+    if path.startswith(_HUB) or suffix == ".parquet":
         return TableSource(_load_table(path, config), path, config)
-    if Path(path).suffix in (".jsonl", ".json"):
+    if suffix in JSON_LINES:
         rows = list(read_jsonl(path))
         return TableSource([row for _, row in rows], path, config, [number for number, _ in rows])
     return TableSource([{config.prompt_key: line} for line in read_text(path)], path, config)

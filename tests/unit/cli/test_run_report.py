@@ -216,6 +216,7 @@ def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path:
     [
         ({}, "trainning", "Did you mean training?"),
         ({}, "zzz", "The newest of 1 runs there: training."),
+        ({}, "x" * 400, "cannot be read (File name too long)"),
         ({"notes.txt": ""}, "r", "is no folder of a training or of a rollout. Fix: name a folder with metrics.jsonl"),
         ({"config.yaml": ""}, "r", "has no results: no step of it has ended"),
         ({"summary.json": '{"status": "failed", "error": "no GPU"}'}, "r", "no step of it has ended (no GPU)"),
@@ -236,8 +237,11 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line(
         (tmp_path / "r").mkdir()
     for file, text in files.items():
         (tmp_path / "r" / file).write_text(text)
-    error = run_report(name, "--run-dir", tmp_path).exception
+    error = run_report(name, "--run-dir", tmp_path, "--output", tmp_path / "new" / "p.png").exception
     assert isinstance(error, InputError) and expected in str(error) and "\n" not in str(error)
+    assert not (tmp_path / "new").exists()
+    error = run_report(name, "--run-dir", tmp_path, "--output", "x" * 400).exception
+    assert isinstance(error, InputError) and "--output: x" in str(error)
 
 
 def test_curves_of_any_length_keep_their_ends() -> None:

@@ -145,8 +145,13 @@ def test_what_cannot_be_trained(data: Path, drafter: Path, tmp_path: Path, capsy
     """Exit code 2, one line with the fix, and nothing left behind."""
     bare = copied(tiny_target(), tmp_path / "bare", leave_out="tokenizer")
     small = copied(tiny_target(), tmp_path / "small", vocab_size=100)
-    out = tmp_path / "out"
+    out, ids, empty = (tmp_path / name for name in ("out", "ids.jsonl", "empty.jsonl"))
+    ids.write_text('{"prompt": "a"}\n\n{"prompt_token_ids": [600]}\n')
+    empty.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "\\ud800"}]}\n')
     for changes, problem in (
+        ({"--data": ids}, "ids.jsonl, line 3: token id 600 is outside the target's vocabulary (0 to 511)"),
+        ({"--data": empty}, f"--data: {empty}, prompt 2: the prompt is not valid Unicode"),
+        ({"--heldout": empty}, f"--heldout: {empty}, prompt 2: the prompt is not valid Unicode"),
         ({"depths": "17"}, "depths: 17 is out of range"),
         ({"--target": "/nowhere/model"}, "There is no directory"),
         ({"--data": "/nowhere/data.jsonl"}, "there is no file"),

@@ -117,6 +117,7 @@ def test_folders_that_are_no_model(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert "is a file" in error_of(loading.locate_model, tmp_path / "weights.gguf")
     assert "There is no directory" in error_of(loading.locate_model, "./nothing/here")
+    assert "(File name too long)" in error_of(loading.locate_model, "x" * 400)
     for path in model_dir.glob("tokenizer*"):
         path.unlink()
     assert "no tokenizer" in error_of(loading.load_tokenizer, model_dir)

@@ -44,6 +44,9 @@ class TestReading:
         lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}, {"prompt_token_ids": [5, 0, 511]}]
         path = write(tmp_path, "\ufeff" + "\r\n\r\n".join(json.dumps(line) for line in lines) + "\nbroken\n")
         assert read_prompts(path, limit=3) == ["Say hello.", messages, [5, 0, 511]]
+        for name in ("p.ndjson", "p.JSONL", "p.Json"):
+            assert read_prompts(path.rename(tmp_path / name), limit=1) == ["Say hello."]
+            path = tmp_path / name
 
     def test_a_text_file_is_one_prompt_a_line(self, tmp_path: Path) -> None:
         path = write(tmp_path, "Name a river.\n\n  Name a hill.\r\n{not json}\n", "prompts.txt")
@@ -100,7 +103,10 @@ class TestErrors:
             assert problem.startswith(f"data.path: {path} ")
         missing = tmp_path / "none.jsonl"
         table, latin = write(tmp_path, "prompt,answer\na,b\n", "x.csv"), write(tmp_path, b"ab\ncd\xff\xfe")
-        for path, named in ((missing, "none.jsonl"), (tmp_path, "folder"), (table, "JSONL"), (latin, "line 2")):
+        packed = [(tmp_path / f"p.jsonl{suffix}", "unpack it") for suffix in (".gz", ".ZST", ".bz2", ".xz")]
+        known = ((missing, "none.jsonl"), (tmp_path, "folder"), (table, "JSONL"), (latin, "line 2"))
+        strange = ((table.rename(tmp_path / "x.CSV"), "JSONL"), (tmp_path / ("x" * 400), "name too long"))
+        for path, named in (*known, *strange, *packed):
             problem = error_of(path)
             assert str(path) in problem and named in problem
 

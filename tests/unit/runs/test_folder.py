@@ -108,6 +108,8 @@ def test_the_newest_run_comes_first_and_what_vanishes_is_none(tmp_path: Path) ->
     (tmp_path / "dangling" / "partial").symlink_to(tmp_path / "nowhere")
     assert [path.parent.name for path in runs._newest_first(tmp_path, "partial")] == ["c", "a", "b"]
     assert runs._newest_first(tmp_path / "nowhere", "partial") == []
+    with pytest.raises(InputError, match=r"^run\.dir: x.*name too long"):
+        runs._newest_first(Path("x" * 400), "partial")
 
 
 def test_a_named_run_that_cannot_be_locked_is_refused_by_its_folder(tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ def test_every_epoch_holds_every_task_in_an_order_of_its_own() -> None:
     assert [taken(numbers(40, 7, False, position), 1) for position in (0, 1, 40)] == [[0], [1], [0]]
 
 
-def test_prompts_answers_and_metadata_of_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "JSON"])
+def test_prompts_answers_and_metadata_of_a_file(tmp_path: Path, suffix: str) -> None:
     rows = [{"question": "1+1?", "solution": 2, "level": "easy"}, {"messages": MESSAGES}]
-    path = write(tmp_path / "t.jsonl", rows)
+    path = write(tmp_path / f"t.{suffix}", rows)
     config = DataConfig(path=path, prompt_key="question", answer_key="solution")
     first, second = open_source(config, 0)[0], open_source(config, 0)[1]
     assert (first.prompt, first.answer, dict(first.metadata)) == ("1+1?", "2", {"solution": 2, "level": "easy"})
