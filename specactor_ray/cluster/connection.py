@@ -62,7 +62,9 @@ def _join(config: ClusterConfig, held: contextlib.ExitStack) -> None:
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         fix = f"check that it still runs, with Ray {ray.__version__}. If it requires a token, set RAY_AUTH_MODE=token, "
         fix += "and RAY_AUTH_TOKEN_PATH=<its file> or RAY_AUTH_TOKEN (without both Ray reads ~/.ray/auth_token)."
-        raise ClusterError(f"could not join the Ray cluster at {address}: {error} Fix: {fix}") from None
+        raise ClusterError(
+            f"could not join the Ray cluster at {address}: {str(error).strip().rstrip('.')}. Fix: {fix}"
+        ) from None
 
 
 @start_phase("starting Ray")

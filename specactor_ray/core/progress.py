@@ -96,6 +96,8 @@ class PhaseProgress:
         self._console, self._title, self._total = console, title, max(total, 1e-9)
         self._first: float | None = None
         self._done, self._line = 0.0, ""
+        self._moved_s = 0.0
+        """Seconds at which `done` changed."""
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24 if console.width >= _WIDE else 10),
@@ -139,7 +141,8 @@ class PhaseProgress:
         self._total = total or self._total
         if self._first is None:
             self._first = 0.0 if done < self._total / 100 else done
-        self._done = min(done, self._total)
+        if min(done, self._total) != self._done:
+            self._done, self._moved_s = min(done, self._total), self.seconds
         self._line = f"{self._title}: {self._done / self._total:.0%}, {figures}"
         self._bar.update(self._task, completed=self._done, total=self._total, figures=figures + self._time_left())
         if self._bar.disable and monotonic() >= self._next_line:
@@ -148,10 +151,11 @@ class PhaseProgress:
 
     def _time_left(self) -> str:
         """Estimate such as `, 1:05 left`; empty if there is none, and at the very end, where it would not change."""
-        rate = self.rate_at(self._done)
-        if rate <= 0.0 or self._done >= 0.99 * self._total:
+        moved = self._done - (self._first or 0.0)
+        if moved <= 0.0 or self._done >= 0.99 * self._total:
             return ""
-        seconds = round((self._total - self._done) / rate)
+        since = self.seconds - self._moved_s  # a long step does not raise the estimate
+        seconds = round(max((self._total - self._done) * self._moved_s / moved - since, 0.0))
         return f", {seconds // 60}:{seconds % 60:02d} left"
 
 

@@ -14,6 +14,8 @@ from specactor_ray.core.errors import RangeError, clipped
 
 MAX_TEMPERATURE = 1.0e30
 """Largest temperature, far above the one at which all tokens of any model are equally likely."""
+MOST_LOGPROBS = 20
+"""Most reported alternatives of a token."""
 
 
 _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
@@ -23,7 +25,7 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "max_tokens": (Integral, int, lambda value: 1 <= value < 2**31, "a whole number from 1 to 2**31 - 1"),
     "seed": (Integral, int, lambda value: 0 <= value < 2**64, "a whole number from 0 to 2**64 - 1"),
     "first_position": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 to 2**31 - 1"),
-    "logprobs": (Integral, int, lambda value: 0 <= value <= 20, "a whole number from 0 to 20"),
+    "logprobs": (Integral, int, lambda value: 0 <= value <= MOST_LOGPROBS, f"a whole number from 0 to {MOST_LOGPROBS}"),
 }
 """Field of `SamplingParams` → its required type, the type it is converted to, its range, and both in words."""
 _SEQUENCES: Mapping[str, tuple[int, Callable[[Any], bool], str]] = {

@@ -79,8 +79,8 @@ def read_rows(
 
 
 def _checked_row(row: Any, where: str, num_ids: int | None) -> Row:
-    _prompt_of(row, where)
-    if num_ids is not None and "prompt_token_ids" in row and (largest := max(row["prompt_token_ids"])) >= num_ids:
+    prompt = _prompt_of(row, where)
+    if num_ids is not None and is_token_ids(prompt) and (largest := max(prompt)) >= num_ids:
         problem = f"token id {largest} is outside the target's vocabulary (0 to {num_ids - 1})"
         raise InputError(f"{where}: {problem}. Fix: encode prompts with the target's tokenizer")
     return row  # type: ignore[no-any-return]
@@ -131,17 +131,19 @@ def _prompt_of(row: Any, where: str) -> Prompt:
         raise InputError(f"{where}: the line has {both}, and a prompt is one of them; remove the others")
     if not given:
         raise InputError(f"{where}: expected an object with one of {_KINDS_IN_WORDS}, not {clipped(row)}")
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise InputError(f'{where}: "prompt" must be a non-empty string')
-        return row["prompt"]
-    found: list[Any] = row[given[0]]
-    if "prompt_token_ids" in row:
+    kind, found = given[0], row[given[0]]
+    if kind == "prompt" and isinstance(found, list) and found:  # as in datasets of TRL
+        kind = "prompt_token_ids" if is_token_ids(found) else "messages"
+    if kind == "prompt":
+        if not isinstance(found, str) or not found:
+            raise InputError(f'{where}: "prompt" must be a non-empty string, or a list of messages or token ids')
+        return found
+    if kind == "prompt_token_ids":
         if not isinstance(found, list) or not found or not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in found):
-            raise InputError(f'{where}: "prompt_token_ids" must be a non-empty list of whole numbers of 0 or more')
+            raise InputError(f'{where}: "{given[0]}" must be a non-empty list of whole numbers of 0 or more')
         return found
     if not isinstance(found, list) or not found:
-        raise InputError(f'{where}: "messages" must be a non-empty list of {{"role": text, "content": text}} objects')
+        raise InputError(f'{where}: "{given[0]}" must be a non-empty list of {{"role": text, "content": text}} objects')
     try:
         plain_messages(found)
     except InputError as error:
@@ -207,6 +209,8 @@ def encode_prompt(
     if is_token_ids(prompt):
         return _not_empty(list(map(operator.index, prompt)))  # type: ignore[arg-type]
     if isinstance(prompt, str):
+        if not prompt:
+            raise InputError("the prompt is empty")
         messages = _checked_messages([{"role": "user", "content": prompt}])
         if tokenizer is not None and not (chat and tokenizer.chat_template):
             refuse_long(tokenizer, [prompt], most)

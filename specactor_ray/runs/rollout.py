@@ -225,15 +225,20 @@ def _encode(
 
 
 def _cut_outputs(resolved: Resolved, encoded: Sequence[Encoded]) -> list[str]:
-    """A line if some prompts leave less than `sampling.max_tokens` of the context."""
-    most, limit = resolved.config.sampling.max_tokens, resolved.max_prompt_tokens
-    cut = sum(limit < len(token_ids) < resolved.context for token_ids, _ in encoded)
-    if not cut:
-        return []
-    return [
-        f"warning: {cut} of {len(encoded)} prompts have more than {limit} tokens and so leave less than "
-        f"sampling.max_tokens={most} of the context of {resolved.context} (target.max_model_len): their outputs are cut"
-    ]
+    """A line if some prompts cannot run, and one if some leave less than `sampling.max_tokens` of the context."""
+    most, limit, context = resolved.config.sampling.max_tokens, resolved.max_prompt_tokens, resolved.context
+    long = f"tokens, and the context has {context} (target.max_model_len)"
+    reasons = [reason or f"it has {len(ids)} {long}" * (len(ids) >= context) for ids, reason in encoded]
+    lines = list[str]()
+    if unfit := [number for number, reason in enumerate(reasons, start=1) if reason]:
+        first = f"prompt {unfit[0]}: {reasons[unfit[0] - 1]}"
+        lines.append(f"warning: {len(unfit)} of {len(encoded)} prompts cannot run and fail; the first is {first}")
+    if cut := sum(limit < len(token_ids) < context for token_ids, _ in encoded):
+        lines.append(
+            f"warning: {cut} of {len(encoded)} prompts have more than {limit} tokens and so leave less than "
+            f"sampling.max_tokens={most} of the context of {context} (target.max_model_len): their outputs are cut"
+        )
+    return lines
 
 
 def _run(

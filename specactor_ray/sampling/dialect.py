@@ -12,15 +12,15 @@ from specactor_ray.core.types import SamplingParams
 FIELDS = tuple(one.name for one in fields(SamplingParams))
 
 _LOGITS = "a draft token is verified against the model's own logits"
-_CONTEXT = "a token depends on weights, context, seed and position only"
+_SAMPLING = "sampling has temperature, top_k and top_p only"
 _ONE_SAMPLE = "an output is one sample of the model"
 _TEXT = "requests are of text, for the model as it is loaded"
 _FORM = "prompts and outputs have one form"
 
 
 UNAVAILABLE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0,), _CONTEXT)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), ((1,), _CONTEXT)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0,), _SAMPLING)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), ((1,), _SAMPLING)),
     **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), ((0,), _LOGITS)),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), (({}, []), _LOGITS)),
     **dict.fromkeys(("custom_logit_processor", "custom_params"), (({},), _LOGITS)),
@@ -52,7 +52,7 @@ UNAVAILABLE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "a prompt that is too long fails alone"),
     "truncation_side": (("left", "right"), "a prompt that is too long fails alone"),
     "thinking_token_budget": ((-1,), _LOGITS),
-    **dict.fromkeys(("watermarking", "repetition_detection"), ((False,), _CONTEXT)),
+    **dict.fromkeys(("watermarking", "repetition_detection"), ((False,), _SAMPLING)),
     "logprob_token_ids": (([],), "log-probabilities have one form"),
     "routed_experts_prompt_start": ((0,), "routed experts are not recorded"),
     **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data", "prompt_embeds"), ((), _TEXT)),

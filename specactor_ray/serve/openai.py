@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from specactor_ray.core.types import MOST_LOGPROBS
 from specactor_ray.rollout.prompts import encode_chat
 from specactor_ray.serve.openai_answers import ChatForm, CompletionForm, EchoForm, OpenAIForm
 from specactor_ray.serve.outputs import answer
@@ -127,7 +128,10 @@ async def chat(service: Serving, body: ChatBody, request: Request) -> Response:
     if given.get("max_tokens") is None:  # as in OpenAI and vLLM: the rest of the context
         given["max_tokens"] = max(1, service.context - len(prompt))
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+        if not 0 <= (top := body.top_logprobs or 0) <= MOST_LOGPROBS:
+            problem = f"top_logprobs is {top}; it must be a whole number from 0 to {MOST_LOGPROBS}"
+            raise Refusal(problem, param="top_logprobs")
+        given["logprobs"] = top
     elif body.top_logprobs:
         raise Refusal("top_logprobs needs logprobs=true", param="top_logprobs")
     return await _answered(request, body, ChatForm(service, body, [prompt], service.wanted(given)))

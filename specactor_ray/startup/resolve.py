@@ -11,7 +11,7 @@ from typing import Any
 from specactor_ray.cluster.address import require_listener
 from specactor_ray.config.methods import Checkpoint, DrafterSpec, acting_drafters, drafter_specs
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.config.schema import Config, ModeName, TargetConfig
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.core.identity import TokenIdentity, is_mixture, token_identity, uncovered
 from specactor_ray.core.progress import start_phase
@@ -156,6 +156,9 @@ def start_notes(config: Config, machine: Machine, identity: TokenIdentity) -> li
     of tokens where that needs words: on GPUs, and where they agree up to near-ties."""
     target = config.target
     notes = [identity.line] if target.gpus or not identity.holds else []
+    if config.mode is ModeName.decoupled and config.drafters and not acting_drafters(config):
+        hosted = "verifiers host all drafters, so there are no draft actors"
+        notes.append(f"mode: decoupled, but {hosted}; drafters.0.hosted=false makes some")
     if target.backend == "vllm" and target.compiled and not target.gpus:
         compiling = "vLLM compiles the model at every start, minutes on a CPU"
         notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")

@@ -90,7 +90,7 @@ def test_a_node_needs_as_many_gpus_as_an_actor() -> None:
     asked.target.gpus = 8
     with refused("target.accelerator", "no node has 8 x A100"):
         require_kinds(asked, CLUSTER)
-    with refused("target.accelerator", "the cluster has no GPUs"):
+    with refused("target.accelerator", "the cluster has no GPUs. Fix: run it on CPUs (gpus=0)"):
         require_kinds(asked, CLUSTER[:1])
     same_machine = [node(8, 4), node(8, 2)]
     with refused("target.accelerator", "6 GPUs of a kind without a label (11111111, 11111111)"):

@@ -46,6 +46,15 @@ def test_lines_tell_rate_and_time_left_the_first_early(seconds: list[float], fir
     assert end == f"rollouts: {(first + 260) / 10:.0f}%, {first + 260:,} tokens, 20.0 tokens/s, ended after 13 s"
 
 
+def test_time_left_falls_while_a_long_step_runs(seconds: list[float]) -> None:
+    stream = io.StringIO()
+    with PhaseProgress(Console(file=stream, width=200), "training", 10) as progress:
+        for seconds[0] in (100.0, 110.0, 120.0, 130.0, 140.0, 150.0, 300.0):  # two steps in 20 s, then a longer one
+            progress.update(min((seconds[0] - 100.0) // 10, 2), "step")
+    lines = [line.rpartition(", ")[2] for line in stream.getvalue().splitlines()[:-1]]
+    assert lines == ["1:30 left", "1:20 left", "1:10 left", "1:00 left", "0:50 left", "0:00 left"]
+
+
 @pytest.mark.parametrize(("failed", "words"), [(1, ", 1 failed"), (0, "")])
 def test_a_rollout_without_a_terminal(seconds: list[float], failed: int, words: str) -> None:
     out = io.StringIO()

@@ -42,8 +42,9 @@ class TestReading:
     def test_prompts_messages_and_token_ids_behind_a_byte_order_mark_among_blank_lines(self, tmp_path: Path) -> None:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
         lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}, {"prompt_token_ids": [5, 0, 511]}]
+        lines += [{"prompt": messages}, {"prompt": [5, 0, 511]}]
         path = write(tmp_path, "\ufeff" + "\r\n\r\n".join(json.dumps(line) for line in lines) + "\nbroken\n")
-        assert read_prompts(path, limit=3) == ["Say hello.", messages, [5, 0, 511]]
+        assert read_prompts(path, limit=5) == ["Say hello.", *[messages, [5, 0, 511]] * 2]
         for name in ("p.ndjson", "p.JSONL", "p.Json"):
             assert read_prompts(path.rename(tmp_path / name), limit=1) == ["Say hello."]
             path = tmp_path / name
@@ -83,6 +84,9 @@ class TestErrors:
             ('{"prompt_token_ids": "abc"}', "prompt_token_ids"),
             ('{"prompt": ""}', "prompt"),
             ('{"prompt": 3}', "prompt"),
+            ('{"prompt": []}', "non-empty"),
+            ('{"prompt": [-1]}', '"prompt" must be a non-empty list of whole numbers'),
+            ('{"prompt": [{"role": "user"}]}', "content"),
             ('{"messages": []}', "messages"),
             ('{"messages": "hi"}', "messages"),
             ('{"messages": [3]}', "message 1"),
@@ -112,10 +116,11 @@ class TestErrors:
 
 
 def test_token_ids_outside_the_vocabulary_are_found_with_their_line(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "a"}\n{"prompt_token_ids": [511]}\n\n{"prompt_token_ids": [0, 512]}\n')
-    assert len(read_rows(path)) == 3
-    with pytest.raises(InputError, match=r"jsonl, line 4: .*512 .*511.* Fix: "):
-        read_rows(path, num_ids=512)
+    for name in ("prompt_token_ids", "prompt"):
+        path = write(tmp_path, f'{{"prompt": "a"}}\n{{"prompt_token_ids": [511]}}\n\n{{"{name}": [0, 512]}}\n')
+        assert len(read_rows(path)) == 3
+        with pytest.raises(InputError, match=r"jsonl, line 4: .*512 .*511.* Fix: "):
+            read_rows(path, num_ids=512)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,7 @@ class TestEncoding:
         [
             (5, "5"),
             ([], "no tokens"),
+            ("", "empty"),
             ("ok \ud800", "character 3"),
             ([{"role": "user", "content": "ok \ud800"}], "character 3"),
             ([{"role": "user", "content": "hi"}], "no chat template"),

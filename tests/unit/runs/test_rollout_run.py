@@ -231,10 +231,12 @@ class TestRun:
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
-        lines = ["a", " ".join(["the red fox sleeps on the mat."] * 4), "c"]
+        lines = ["a", *(" ".join(["the red fox sleeps on the mat."] * times) for times in (4, 9))]
         sections = {"target": {"model": str(tiny_target()), "max_model_len": 40}, "sampling": {"max_tokens": 25}}
         self.run(trajectory(0), shown=shown, lines=lines, **sections)
-        assert [len(token_ids) > 15 for token_ids, _ in FakeRollout.encoded] == [False, True, False]
+        assert [len(token_ids) > 15 for token_ids, _ in FakeRollout.encoded] == [False, True, True]
+        assert "warning: 1 of 3 prompts cannot run and fail; the first is prompt 3: it has" in shown.getvalue()
+        assert "tokens, and the context has 40 (target.max_model_len)" in shown.getvalue()
         assert "warning: 1 of 3 prompts have more than 15 tokens" in shown.getvalue()
         assert "sampling.max_tokens=25 of the context of 40" in shown.getvalue()
 

@@ -132,12 +132,17 @@ def test_what_is_no_request_is_refused(path: str) -> None:
         (b'{"prompt": "a", "stop": ["a", 5]}', "stop", "valid string"),
         (b'{"prompt": "a", "stop_token_ids": [1, "x"]}', "stop_token_ids.1", "valid integer"),
         (b'{"prompt": "a", "prompt_logprobs": 5}', "prompt_logprobs", "must be 0 or 1"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 50}',
+            "top_logprobs",
+            "20",
+        ),
         (b"[]", None, "must be a JSON object"),
     ],
     ids=lambda one: ascii(one)[:40],
 )
 def test_a_refusal_has_the_reason_and_a_field_that_exists(body: bytes, field: str | None, reason: str) -> None:
-    error = post(COMPLETIONS, body, headers=JSON).json()["error"]
+    error = post(CHAT if b"messages" in body else COMPLETIONS, body, headers=JSON).json()["error"]
     assert error["param"] == field and reason in error["message"]
 
 

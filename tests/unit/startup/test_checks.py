@@ -287,6 +287,25 @@ def test_idle_cores_and_a_start_that_compiles_are_announced(overrides: dict[str,
     assert len(found) == bool(note) and note in "".join(found)
 
 
+@pytest.mark.parametrize(
+    ("mode", "hosted", "replicas", "there"),
+    [
+        ("decoupled", None, 1, False),
+        ("decoupled", False, 1, True),
+        ("decoupled", False, 0, True),
+        ("coupled", None, 1, True),
+        ("plain", None, 1, True),
+    ],
+)
+def test_a_decoupled_mode_without_draft_actors_is_announced(
+    mode: str, hosted: bool | None, replicas: int, there: bool
+) -> None:
+    drafter = {"method": "ngram", "replicas": replicas} | ({} if hosted is None else {"hosted": hosted})
+    config, _ = settle(from_mapping({"mode": mode, "drafters": [drafter]}), HERE, None)
+    found = "".join(start_notes(config, HERE, token_identity("cpu", "float32", False)))
+    assert ("drafters.0.hosted=false makes some" in found) == (not there)
+
+
 def config(head: Path) -> Config:
     return from_mapping(
         {
