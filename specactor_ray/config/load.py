@@ -345,8 +345,8 @@ def _value(annotation: Any, value: Any, key: str, schema: Any, auto: bool) -> An
     try:
         return _converted(annotation, value, auto)
     except (KeyError, OverflowError, TypeError, ValueError):
-        fix = f"{key} is {type_in_words(annotation, auto)}."
-        raise ConfigError(key, f"{clipped(value)} is of the wrong type or not allowed.", fix) from None
+        fix, near = f"{key} is {type_in_words(annotation, auto)}.", did_you_mean(str(value), choices(annotation))
+        raise ConfigError(key, f"{clipped(value)} is of the wrong type or not allowed.{near}", fix) from None
 
 
 def _converted(annotation: Any, value: Any, auto: bool = True) -> Any:

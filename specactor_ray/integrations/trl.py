@@ -189,7 +189,10 @@ class RolloutClient(_Client):
         if not isinstance(rollout, Rollout):
             raise InputError(f"attach takes a rollout or the address of a server, not {type(rollout).__name__}")
         self._rollout, target = rollout, rollout.config.target
-        self._require_tokenizer(rollout.queue.tokenizer(_TEXT)["input_ids"], target.model)
+        if (
+            tokenizer := rollout.queue.tokenizer
+        ) is not None:  # else prompts and outputs are token ids, as those of TRL
+            self._require_tokenizer(tokenizer(_TEXT)["input_ids"], target.model)
         length = trainer.max_completion_length
         if length is not None and target.max_model_len is not None and length >= target.max_model_len:
             raise InputError(

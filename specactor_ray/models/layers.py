@@ -23,7 +23,7 @@ from specactor_ray.models.offload import held_by, offload, reload
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
-from specactor_ray.models.sources import ATTENTIONS, GATED_MLPS, LAYERS, NORMS, source_of
+from specactor_ray.models.sources import ATTENTIONS, GATED_MLPS, LAYERS, NORMS, OFFSET_NORM, source_of
 
 _GATES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 
@@ -128,7 +128,7 @@ def _forms(module: nn.Module, own: Any) -> Iterator[Any]:
     if source in NORMS and not children:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(eps, float) and isinstance(getattr(module, "weight", None), nn.Parameter):
-            yield from (_RmsNorm(module, own, eps, offset) for offset in (0, 1))
+            yield _RmsNorm(module, own, eps, int(NORMS[source] == OFFSET_NORM))
     elif source in GATED_MLPS and children.keys() == {*_GatedMlp.LINEAR, "act_fn"}:
         kind = _GATES.get(type(module.act_fn).__name__, "")
         yield from [_GatedMlp(module, own, kind)] if kind in own.GATES and linear >= _GatedMlp.LINEAR else []

@@ -77,6 +77,8 @@ NORMS = {
     "b6d7ab076811": "helium.HeliumRMSNorm",
     "e0fd214fdd79": "gemma4.Gemma4RMSNorm",
 }
+OFFSET_NORM = "gemma.GemmaRMSNorm"
+"""The one of `NORMS` that multiplies by 1 + weight."""
 GATED_MLPS = {"7d2027d4464e": "llama.LlamaMLP"}
 LAYERS = {"1a8125909341": "llama.LlamaDecoderLayer", "eb03c623c021": "gemma2.Gemma2DecoderLayer"}
 ATTENTIONS = {

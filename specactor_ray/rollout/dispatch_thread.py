@@ -80,6 +80,7 @@ class DispatchThread:
     def when(self, condition: Callable[[], bool]) -> Future[None]:
         """A future that is done when the condition holds after a step and all earlier commands; for any thread."""
         future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled: a cancelled reader leaves the others alone
         self.put(lambda: self._awaited.append((condition, future)))
         return future
 
@@ -163,12 +164,9 @@ class DispatchThread:
 
     def _resolve(self) -> None:
         """Resolve the futures with conditions that hold."""
-        waiting, self._awaited = self._awaited, []
-        for condition, future in waiting:
-            if condition():
-                future.set_result(None)
-            else:
-                self._awaited.append((condition, future))
+        for one in [one for one in self._awaited if one[0]()]:
+            self._awaited.remove(one)
+            one[1].set_result(None)
 
     def _push(self, request_id: str) -> Sequence[Reader]:
         entry = self.dispatcher.journal.entries.get(request_id)

@@ -29,7 +29,7 @@ from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer, locate_model
 from specactor_ray.models.weight_buckets import WeightLayout, Weights
-from specactor_ray.rollout.dispatch import WeightPolicy
+from specactor_ray.rollout.dispatch import WeightPolicy, policy_of
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.operations import actors_status, ask, call_all
 from specactor_ray.rollout.prompts import Encoded, Prompt, Row, encode_prompts, split_row
@@ -225,6 +225,7 @@ class Rollout:
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
+            policy = None if policy is None else policy_of(policy)
             if policy is None:
                 self.queue.require_no_stream("weights cannot change")
             weights = self.prepare_weights(weights)

@@ -109,6 +109,20 @@ def test_what_agrees_is_replaced_and_nothing_else(kind: str, replaced: dict[str,
     assert Counter(type(form).__name__ for form in forms if form is not None) == replaced
 
 
+@pytest.mark.parametrize(
+    ("kind", "weight", "offset"), [("gemma2", 100.0, 1), ("gemma2", 0.0, 1), ("llama", 1.0, 0), ("qwen3", 1.0, 0)]
+)
+def test_the_form_of_a_norm_does_not_depend_on_its_weights(kind: str, weight: float, offset: int) -> None:
+    """With weights of about 100, `weight` and `1 + weight` differ by less than roundings of bfloat16."""
+    model = make_model(kind).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.constant_(parameter.data, weight)
+    forms = [vars(one).get("forward") for one in RaggedModel(model, 4 << 20).model.modules()]
+    norms = [form for form in forms if isinstance(form, _RmsNorm)]
+    assert norms and {form.offset for form in norms} == {offset}
+
+
 @pytest.mark.parametrize("table", [sources.NORMS, sources.GATED_MLPS, sources.ATTENTIONS, sources.LAYERS])
 def test_sources_are_those_of_the_installed_transformers(table: dict[str, str]) -> None:
     """Another source must be read before its compiled form may stand for it."""

@@ -14,6 +14,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.queue import RequestQueue
 from specactor_ray.rollout.trajectory import trajectory_of
@@ -257,6 +258,22 @@ class TestFailures:
             arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
             with pytest.raises(InputError, match=message):
                 queue.submit(**arguments)
+
+    @driven()
+    def test_a_reader_that_leaves_a_pause_and_a_condition_that_fails_leave_the_others_alone(
+        self, cluster: FakeCluster, queue: RequestQueue
+    ) -> None:
+        handle = queue.submit(PROMPT, sampling(0, 40))
+        cluster.bench.clock.sleep(0.5)
+        left = queue.pause(WeightPolicy.WAIT)
+        assert not handle.done() and not left.cancel()
+        assert handle.result().token_ids == true_output(sampling(0, 40), 0)
+        queue._await(left)
+        queue.resume()
+        broken, other = queue._thread.when(lambda: 1 // 0 > 0), queue._thread.when(lambda: False)
+        cluster.bench.clock.sleep(1.0)
+        for future in (broken, other):
+            assert isinstance(future.exception(0.0), ZeroDivisionError)
 
     @driven()
     def test_a_closed_queue_ends_what_runs(self, cluster: FakeCluster, queue: RequestQueue) -> None:
