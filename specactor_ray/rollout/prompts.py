@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -151,7 +151,7 @@ def _prompt_of(row: Any, where: str) -> Prompt:
     return found
 
 
-def is_token_ids(prompt: Prompt) -> bool:
+def is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     """Whether the prompt is a list of token ids, which needs no tokenizer."""
     if not isinstance(prompt, list | tuple):
         return False
