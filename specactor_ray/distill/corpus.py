@@ -75,10 +75,16 @@ class RecordStore:
             with reading(path), safe_open(path, framework="pt") as file:
                 self._keep(int(path.stem.rpartition("-")[2]), file.get_tensor("output").tolist(), path)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of recorded output tokens."""
-        return sum(len(record.output_token_ids) for record in self.known.values())
+    def num_tokens(self, before: int | None = None) -> int:
+        """Number of recorded output tokens, of the requests before this one or of all."""
+        known = self.known.items()
+        return sum(len(one.output_token_ids) for index, one in known if before is None or index < before)
+
+    def missing(self, token_budget: int | None) -> list[int]:
+        """Indices of the requests without a record; none if the records before the first of them fill the budget."""
+        left = [index for index in range(len(self.requests)) if index not in self.known]
+        is_short = left and (token_budget is None or self.num_tokens(left[0]) < token_budget)
+        return left if is_short else []
 
     def add(self, index: int, output: Sequence[int], states: np.ndarray) -> None:
         """Add a record, and write it. Raises OSError."""
@@ -125,13 +131,12 @@ def collect(
     The engine must be a fresh one that exports hidden states; at most `max_open` requests are in it. `on_progress` is
     called with the number of output tokens so far.
     """
-    have = store.num_tokens
-    waiting = deque(index for index in range(len(store.requests)) if index not in store.known)
+    waiting = deque(store.missing(token_budget))
     budget = float("inf") if token_budget is None else token_budget
     running: dict[int, _Running] = {}
     while True:
-        underway = have + sum(len(entry.tokens) for entry in running.values())
-        while waiting and len(running) < max_open and underway < budget:
+        underway = sum(len(entry.tokens) for entry in running.values())  # all before the first that waits
+        while waiting and len(running) < max_open and store.num_tokens(waiting[0]) + underway < budget:
             index = waiting.popleft()
             row = engine.table.open(store.requests[index])
             engine.add(row)
@@ -139,20 +144,19 @@ def collect(
         if not running:
             break
         result = engine.step()
-        have += _take(result, running, store)
+        _take(result, running, store)
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
             engine.table.close(row)
         if on_progress is not None:
-            on_progress(have + sum(len(entry.tokens) for entry in running.values()))
+            on_progress(store.num_tokens() + sum(len(entry.tokens) for entry in running.values()))
     return store.beginning(token_budget)
 
 
-def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
-    """Record the requests that have ended; returns the number of their output tokens."""
+def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> None:
+    """Record the requests that have ended."""
     assert result.states is not None  # the engine exports them
     for row, _, states in result.states.split():
         running[row].states.append(to_wire(states))
-    ended = 0
     for row, tokens, finish in result.outputs():
         entry = running[row]
         entry.tokens += tokens
@@ -162,9 +166,7 @@ def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) 
         if finish is Finish.ERROR:
             logger.warning("rollout %d failed and is left out: %s", entry.index, result.errors[row])
             continue
-        ended += len(entry.tokens)
         store.add(entry.index, entry.tokens, np.concatenate(entry.states))
-    return ended
 
 
 def _as_stored(states: np.ndarray) -> torch.Tensor:
@@ -264,7 +266,7 @@ class Corpus:
         engine: Any = None
         for part, store in self._stores.items():
             budget = tokens if part == TRAIN else None
-            if len(store.known) < len(store.requests) and (budget is None or store.num_tokens < budget):
+            if store.missing(budget):
                 engine = engine or self._make_engine()
                 most = len(store.requests) * self.recipe.max_tokens
                 with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.distill.corpus import RecordStore, claim_folder, collect
 from specactor_ray.models.loading import load_model
+from specactor_ray.table.requests import Finish, TargetRequest
 from tests.tiny import tiny_target
 from tests.unit.distill.recorded import make_engine, recorded, requests
 
@@ -48,6 +53,53 @@ def test_an_interrupted_collection_goes_on_to_the_same_corpus(tmp_path: Path) ->
     engine = make_engine()
     engine.close()  # cannot be stepped any more
     assert collect(engine, RecordStore(wanted, tmp_path, "train"), 300) == whole, "nothing is made again"
+
+
+class Lengths:
+    """An engine whose requests end after these numbers of tokens, all 5."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.table, self._left, self._lengths = self, dict[int, int](), lengths
+
+    def open(self, request: TargetRequest) -> int:
+        return int(request.request_id)
+
+    def add(self, row: int) -> None:
+        self._left[row] = self._lengths[row]
+
+    def close(self, row: int) -> None:
+        del self._left[row]
+
+    def step(self) -> Any:
+        self._left = {row: left - 1 for row, left in self._left.items()}
+        ends = {row: Finish.RUNNING if left else Finish.LENGTH for row, left in self._left.items()}
+        states = SimpleNamespace(split=lambda: [(row, 0, torch.zeros(1, 2)) for row in ends])
+        outputs = [(row, [5], end) for row, end in ends.items()]
+        finish = np.array(list(ends.values()))
+        return SimpleNamespace(rows=np.array(list(ends)), finish=finish, states=states, outputs=lambda: outputs)
+
+
+@pytest.mark.parametrize("lengths", [(100, *[10] * 11), (10, 100, *[10] * 10), (5, 40, 9, 60, *[8] * 8)])
+@pytest.mark.parametrize("steps", [6, 12, 20, 50])
+def test_wherever_a_collection_stops_it_goes_on_to_the_same_corpus(
+    lengths: tuple[int, ...], steps: int, tmp_path: Path
+) -> None:
+    """Also where the first requests are the longest, and later ones alone fill the budget."""
+
+    def collected(folder: str, stop_after: int) -> list[tuple[int, int]]:
+        left = itertools.count(stop_after, -1)
+
+        def stop(tokens: int) -> None:
+            if not next(left):
+                raise KilledError
+
+        store = RecordStore(requests(12, 1), tmp_path / folder, "train")
+        return [(one.index, len(one.output_token_ids)) for one in collect(Lengths(*lengths), store, 60, 8, stop)]
+
+    with contextlib.suppress(KilledError):
+        collected("stopped", steps)
+    assert collected("stopped", -1) == collected("whole", -1)
+    assert not RecordStore(requests(12, 1), tmp_path / "stopped", "train").missing(60)
 
 
 def test_parts_are_told_apart_and_a_damaged_file_is_named(tmp_path: Path) -> None:
