@@ -164,8 +164,9 @@ class Fleet:
                 member.forgive(now)
             if member.poll(now, self._config.cluster.health_interval_s):
                 logger.info("%s is ready", member.actor_id)
-            if has_lasted(member, now, self._limits):
-                self.failures.pop(member.key, None)
+            record = self.failures.get(member.key)
+            if record is not None and has_lasted(member, record, now, self._limits):
+                del self.failures[member.key]
 
     def _create(self, seat: Seat, now: float) -> None:
         actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)

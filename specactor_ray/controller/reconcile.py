@@ -61,7 +61,7 @@ class ReplacementLimits:
     start_timeout_s: float = 300.0
     """Longest start of an actor before it counts as failed."""
     stable_s: float = 30.0
-    """Time for which an actor must be ready to clear the failures of its key."""
+    """Time for which an actor must be ready, after the last failure of its key, to clear the failures."""
     backoff_s: float = 1.0
     """Wait before the second replacement in a row; doubles with every further one. The first has no wait."""
     backoff_max_s: float = 60.0
@@ -127,9 +127,10 @@ def backoff_s(record: FailureRecord, limits: ReplacementLimits) -> float:
     return min(limits.backoff_s * float(2**doublings), limits.backoff_max_s)
 
 
-def has_lasted(actor: ActorState, now: float, limits: ReplacementLimits) -> bool:
-    """Whether this actor proves that its key works, so that earlier failures are dropped."""
-    return actor.phase is Phase.READY and now - actor.since >= limits.stable_s
+def has_lasted(actor: ActorState, record: FailureRecord, now: float, limits: ReplacementLimits) -> bool:
+    """Whether this actor, ready since the last failure, proves that its key works, so that the record is dropped. One
+    that was ready before proves nothing about the seat that fails beside it."""
+    return actor.phase is Phase.READY and actor.since >= record.last_at and now - actor.since >= limits.stable_s
 
 
 def _removal(actor: ActorState, now: float, limits: ReplacementLimits) -> Remove | None:

@@ -18,6 +18,7 @@ from specactor_ray.controller.reconcile import (
     ReplacementLimits,
     balance,
     failed_actors,
+    has_lasted,
     is_given_up,
     record_failure,
 )
@@ -40,6 +41,10 @@ class World:
         self._numbers = itertools.count()
 
     def step(self, desired: Desired) -> tuple[list[Remove], list[str]]:
+        for actor in self.actors.values():
+            record = self.failures.get(actor.key)
+            if record is not None and has_lasted(actor, record, self.now, POLICY):
+                del self.failures[actor.key]
         failed = failed_actors(self.actors.values(), self.now, POLICY)
         for removal in failed:
             actor = self.actors.pop(removal.actor_id)
@@ -124,6 +129,19 @@ def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started:
     record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0)
     failures = {VERIFIER: record, "ngram": record}
     assert balance({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == ([], [VERIFIER] * created)
+
+
+def test_a_seat_that_fails_beside_a_healthy_one_is_given_up_and_one_that_recovers_is_not() -> None:
+    for recovers in (False, True):
+        world = World([ready("healthy", since=900.0)], failing=frozenset({"ngram"}))
+        starts = 0
+        for second in range(200):
+            if recovers and second == 6:
+                world.failing = frozenset()
+            starts += len(world.step({VERIFIER: 0, "ngram": 2})[1])
+        assert starts == (3 if recovers else POLICY.max_start_failures)
+        assert is_given_up("ngram", world.failures.get("ngram"), POLICY) != recovers
+        assert bool(world.failures) != recovers, "an actor that lasts clears them"
 
 
 def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
