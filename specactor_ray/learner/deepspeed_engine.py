@@ -25,6 +25,7 @@ from specactor_ray.learner.engine import (
     TorchEngine,
     make_optimizer,
     round_linear_weights,
+    settings_kept,
 )
 from specactor_ray.models.offload import held_by, offload, reload
 
@@ -204,8 +205,9 @@ class DeepSpeedEngine(TorchEngine):
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         try:
-            # Not strict, since frozen weights are not in it.
-            path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
+            with settings_kept(self._engine.optimizer):
+                # Not strict, since frozen weights are not in it.
+                path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         except pickle.UnpicklingError as error:
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error)).strip()
             raise InputError(

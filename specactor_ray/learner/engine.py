@@ -235,7 +235,8 @@ class TorchEngine:
     def load(self, folder: Path) -> None:
         """Restore the files of `save`; the model's weights were loaded already."""
         state = torch.load(folder / _STATE_FILE, map_location=self.device, weights_only=True)
-        self._optimizer.load_state_dict(state["optimizer"])
+        with settings_kept(self._optimizer):
+            self._optimizer.load_state_dict(state["optimizer"])
         if self.policy.value_head is not None:
             self.policy.value_head.load_state_dict(state["heads"])
 
@@ -269,6 +270,15 @@ def make_optimizer(policy: nn.Module, config: TrainerConfig, device: torch.devic
     """AdamW of torch, as one kernel on GPUs; DeepSpeed's own one needs a compiler there."""
     groups = parameter_groups(policy, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=device.type == "cuda")
+
+
+@contextlib.contextmanager
+def settings_kept(optimizer: Any) -> Iterator[None]:
+    """Inside, a state is loaded; the settings of the parameter groups stay those of the configuration."""
+    settings = [{name: group[name] for name in group.keys() - {"params"}} for group in optimizer.param_groups]
+    yield
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
 
 
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -346,7 +346,10 @@ def save_and_spoil(stage: int, folder: Path) -> None:
     checkpoint = Path("checkpoint")
     engine.save(checkpoint, SavedPart(checkpoint))
     train_once(engine)
+    for group in engine._engine.optimizer.param_groups:
+        group["weight_decay"] = 0.5  # of a configuration that changed
     engine.load(checkpoint)
+    assert {group["weight_decay"] for group in engine._engine.optimizer.param_groups} == {0.5}
     with engine.gathered([model.weight]):
         assert torch.equal(model.weight, trained)
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from specactor_ray.config.recipes import make_recipe, uses_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
 from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import PolicyModel, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.packed_attention import PACKED_NAME, register
@@ -209,6 +210,21 @@ def test_a_step_without_advantages_moves_the_weights_only_by_what_else_has_a_gra
     metrics = updater.update([replace(one, advantage=0.0) for one in make_samples(seed=1)], 1, seed=1)
     assert metrics["no_gradient"] == (0 if moves else 4) and metrics["skipped"] == 0
     assert moves == any(not torch.equal(before[name], value) for name, value in engine.policy.state_dict().items())
+
+
+def test_a_resumed_optimizer_has_the_settings_of_the_configuration(tmp_path: Path) -> None:
+    """And the moments of the checkpoint."""
+    settings, engines = config(name="grpo"), list[TorchEngine]()
+    for decay in (0.0, 0.1):
+        settings.trainer.weight_decay = decay
+        engines.append(TorchEngine(make_policy(settings), settings.trainer))
+    PolicyUpdater(engines[0], make_recipe(settings), settings).update(make_samples(), 0, seed=0)
+    engines[0].save(tmp_path, SavedPart(tmp_path))
+    engines[1].load(tmp_path)
+    first, second = (engine._optimizer for engine in engines)
+    assert [group["weight_decay"] for group in second.param_groups] == [0.1, 0.0]
+    state = first.state_dict()["state"], second.state_dict()["state"]
+    assert all(torch.equal(one[name], state[1][key][name]) for key, one in state[0].items() for name in one)
 
 
 def test_advantages_of_tokens_reach_their_tokens() -> None:
