@@ -124,6 +124,8 @@ class Calculator(Environment):
                 if request["name"] != "calculator":
                     return f"error: there is no tool {request['name']}"
                 text = request["arguments"]["expression"]
+                if not isinstance(text, str):
+                    raise TypeError
             return evaluate(text)
         except ZeroDivisionError:
             return "error: division by zero"

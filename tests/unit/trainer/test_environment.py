@@ -30,6 +30,7 @@ from tests.tiny import tiny_target
 
 ECHO = "tests.fakes.environments:Echo"
 ANSWER = r"-?\d+$"
+NO_EXPRESSIONS = ['{"expression": ["1+1"]}', '{"expression": {"a": 1}}', '{"expression": null}', "[1]", '{"a": "1"}']
 
 
 def turn(text: str, number: int = 0, is_last: bool = False, reward: float = 1.0) -> Turn:
@@ -59,9 +60,12 @@ def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
     ]
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
     other = '<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": 3</tool_call>'
+    odd = [f'<tool_call>{{"name": "calculator", "arguments": {one}}}</tool_call>' for one in NO_EXPRESSIONS]
     (reply,) = replied(Calculator("tool_call", role="tool"), turn(call + other))
     answers = ("12", "error: there is no tool search")
     assert reply.messages == [{"role": "tool", "content": answer} for answer in answers]
+    for reply in replied(Calculator("tool_call"), *map(turn, odd)):
+        assert reply.messages == [{"role": "user", "content": "error: not an arithmetic expression"}]
 
 
 def test_wrong_answers_may_be_corrected() -> None:
