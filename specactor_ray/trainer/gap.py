@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ _ANOTHER_POLICY = 0.5
 
 class GapRule:
     """Judges the steps of a run in their order. `problem`: why the run must end; empty while there is no reason.
-    `records`: those of the run so far (`StepRecorder`), so that a resumed run has the level of step 1."""
+    `records`: those of the run so far (`StepRecorder`), so that a resumed run is judged like an uninterrupted one."""
 
     def __init__(self, dtype: str, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self.problem = ""
@@ -28,18 +29,16 @@ class GapRule:
         self._far_before = False
         for record in records:
             if not is_unfit(record):
-                self._level = max(float(record["gap"]["mean"]), self._least)
-                break
+                self._follow(float(record["gap"]["mean"]))
 
     def judge(self, record: Mapping[str, Any], last: bool = False) -> None:
         """Warn of this step, or set `problem`: the gap is that of another policy, or far above the level twice in a row
         or in the last step. Steps `is_unfit` are not judged."""
         if is_unfit(record):
             return
-        step, gap = record["step"], float(record["gap"]["mean"])
-        level = self._level = self._level or max(min(gap, _ANOTHER_POLICY), self._least)
-        is_far = gap > min(_STOPS * level, _ANOTHER_POLICY)
-        if gap > _ANOTHER_POLICY or (is_far and (self._far_before or last)):
+        step, gap, far_before = record["step"], float(record["gap"]["mean"]), self._far_before
+        level, is_far = self._follow(gap)
+        if gap > _ANOTHER_POLICY or (is_far and (far_before or last)):
             self.problem = (
                 f"step {step}: log-probabilities of rollout and trainer differ by {gap:.3g} nats per token on average, "
                 f"in step 1 by {level:.2g}. The rollout does not run the trained weights. Fix: the other "
@@ -51,9 +50,16 @@ class GapRule:
                 "by %.2g; algorithm.importance=token corrects for it",
                 step, gap, level,
             )  # fmt: skip
-        self._far_before = is_far
+
+    def _follow(self, gap: float) -> tuple[float, bool]:
+        """The level after this step, and whether its gap is far above it."""
+        self._level = self._level or max(min(gap, _ANOTHER_POLICY), self._least)
+        self._far_before = gap > min(_STOPS * self._level, _ANOTHER_POLICY)
+        return self._level, self._far_before
 
 
 def is_unfit(record: Mapping[str, Any]) -> bool:
-    """Whether a step compares nothing: it has no samples, or tokens that other weights sampled than those it trains."""
-    return record["gap"]["mean"] is None or record["train"].get("staleness_max", 0) > 0
+    """Whether a step compares nothing: it has no samples, numbers that are not finite, or tokens that other weights
+    sampled than those it trains."""
+    gap = record["gap"]["mean"]
+    return gap is None or not math.isfinite(gap) or record["train"].get("staleness_max", 0) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ def record(step: int, gap: float, staleness: int = 0) -> dict[str, Any]:
     return {"step": step, "gap": {"mean": gap}, "train": {"staleness_max": staleness} if staleness else {}}
 
 
-def judged(dtype: str, gaps: Sequence[float]) -> tuple[int, str]:
-    """Number of the step that ends the run, 0 without one, and the problem."""
-    rule = GapRule(dtype)
-    for step, gap in enumerate(gaps, 1):
+def judged(dtype: str, gaps: Sequence[float], done: int = 0) -> tuple[int, str]:
+    """Number of the step that ends the run, resumed after `done` steps, 0 without one, and the problem."""
+    rule = GapRule(dtype, [record(step, gap) for step, gap in enumerate(gaps[:done], 1)])
+    for step, gap in enumerate(gaps[done:], done + 1):
         rule.judge(record(step, gap), last=step == len(gaps))
         if rule.problem:
             return step, rule.problem
@@ -36,11 +37,17 @@ def judged(dtype: str, gaps: Sequence[float]) -> tuple[int, str]:
         ("float32", [0.0, 3e-5, 8e-5, 1e-4, 3e-4], 0),
         ("float32", [2e-3, 4e-3, 9e-3, 2e-2], 0),  # a GPU's level, as at the start
         ("bfloat16", [0.02, 0.04, 0.015, 0.06], 0),
+        ("float32", [math.nan, 1e-5, 2e-2, 2e-2], 4),
+        ("float32", [1e-5, 2e-2, math.nan, 2e-2, 1e-5], 4),
+        ("float32", [math.nan, math.inf], 0),  # the loss is not finite either, which ends the run by itself
     ],
 )
 def test_what_no_rounding_explains_ends_the_run(dtype: str, gaps: list[float], stops: int) -> None:
+    """In a resumed run at the same step."""
     step, problem = judged(dtype, gaps)
     assert step == stops and ("The rollout does not run the trained weights" in problem) == bool(stops)
+    for done in range(1, stops):
+        assert judged(dtype, gaps, done) == (step, problem)
 
 
 def test_a_warning_comes_before_the_end(caplog: pytest.LogCaptureFixture) -> None:
