@@ -58,7 +58,12 @@ class OnlineDrafter:
         if self._learner is None:
             return None
         examples = [
-            EagleExample((*sample.prompt.tolist(), *sample.output.tolist()), len(sample.prompt), known)
+            EagleExample(
+                (*sample.prompt.tolist(), *sample.output.tolist()),
+                len(sample.prompt),
+                known,
+                own=(*[False] * len(sample.prompt), *sample.loss_mask.tolist()),
+            )
             for sample, known in zip(taken, states, strict=True)
         ]
         before = self._learner.version

@@ -50,6 +50,8 @@ class EagleExample:
     temperature: float = 1.0
     """Temperature of the target's distribution, above 0."""
     first: int = 0
+    own: tuple[bool, ...] | None = None
+    """Which of the `L` tokens the target may have sampled, None for all: those of an environment are only context."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -104,6 +106,8 @@ def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:
         states[row, :n] = example.states.float()
         next_ids[row, :n] = torch.tensor(example.token_ids[example.first + 1 : example.first + 1 + n])
         counts[row, max(example.num_prompt - 1 - example.first, 0) : n] = True
+        if example.own is not None:
+            counts[row, :n] &= torch.tensor(example.own[example.first + 1 : example.first + 1 + n])
     finals = [
         example.final[row[: len(example)]]
         for example, row in zip(examples, counts, strict=True)

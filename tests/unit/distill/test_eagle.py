@@ -78,6 +78,10 @@ def test_sampled_tokens_stand_in_for_the_teacher() -> None:
     tokens = (ids[5], ids[6], ids[7], foreign, ids[9])
     batch = make_batch([EagleExample(tokens, 2, torch.from_numpy(states_of(4, 0)))], model)
     assert batch.predicts_output.tolist() == [[False, True, False, True]], "what the head cannot say does not count"
+    own = (False, False, True, True, False)  # the last one is an environment's
+    for first, counting in ((0, [False, True, False, False]), (2, [False, False])):
+        example = EagleExample(tokens, 2, torch.from_numpy(states_of(4 - first, 0)), first=first, own=own)
+        assert make_batch([example], model).predicts_output.tolist() == [counting]
     assert batch.teacher.exp().argmax(-1).tolist() == [7, 9] and batch.teacher.exp().sum(-1).tolist() == [1, 1]
 
 
