@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config import Config
 from specactor_ray.core.console import as_text, make_table
-from specactor_ray.core.errors import clipped_text, counted_by_kind
+from specactor_ray.core.errors import clipped_text, counted_by_kind, in_words
 from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import RolloutMetrics
@@ -180,8 +180,8 @@ class StepRecorder:
         for tracker in self._trackers:
             try:
                 tracker(step, dict(figures.numbers(record)), figures.shown_rows(rows))
-            except OSError as error:
-                logger.error("step %d was not tracked: %s", step, error)
+            except Exception as error:  # noqa: BLE001 - a tracker may raise anything
+                logger.error("step %d was not tracked: %s", step, in_words(error))
 
     def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float | None]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config

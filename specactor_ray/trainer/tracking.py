@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specactor_ray.config import Config
+from specactor_ray.core.errors import in_words
 from specactor_ray.runs.training import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,13 @@ def open_trackers(config: Config, run: TrainingRun, parts: contextlib.ExitStack)
     return [tracker for tracker in found if tracker is not None]
 
 
+def _close(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception as error:  # noqa: BLE001 - a tracker may raise anything
+        logger.error("a tracker was not closed: %s", in_words(error))
+
+
 def _tensorboard(config: Config, run: TrainingRun, parts: contextlib.ExitStack) -> Tracker | None:
     if not config.tracking.tensorboard:
         return None
@@ -32,7 +40,7 @@ def _tensorboard(config: Config, run: TrainingRun, parts: contextlib.ExitStack) 
         return None
     first = run.state.step + 1  # hides later records of an earlier attempt
     writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
-    parts.callback(writer.close)
+    parts.callback(_close, writer.close)
 
     def write(step: int, figures: Mapping[str, float], outputs: Sequence[Mapping[str, str]]) -> None:
         for name, value in figures.items():
@@ -54,7 +62,7 @@ def _wandb(config: Config, parts: contextlib.ExitStack) -> Tracker | None:
     import wandb  # type: ignore[import-not-found]
 
     run = wandb.init(project=project, name=name, id=name, resume="allow")
-    parts.callback(run.finish)
+    parts.callback(_close, run.finish)
 
     def write(step: int, figures: Mapping[str, float], outputs: Sequence[Mapping[str, str]]) -> None:
         rows = [list(one.values()) for one in outputs]

@@ -133,6 +133,21 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     assert [record["step"] for record in recorded.records] == [1, 2]
 
 
+def test_a_tracker_that_fails_ends_neither_the_run_nor_other_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracked = list[int]()
+
+    def fails(*arguments: Any) -> None:
+        raise ValueError("step must be monotonic")
+
+    trackers = [fails, lambda step, figures, outputs: tracked.append(step)]
+    monkeypatch.setattr("specactor_ray.trainer.record.open_trackers", lambda *arguments: trackers)
+    Recorded(tmp_path, Ticks()).steps(Experience(), Experience())
+    assert tracked == [1, 2]
+    assert "step 2 was not tracked: ValueError: step must be monotonic" in caplog.text
+
+
 def test_a_resumed_run_is_judged_by_the_gap_of_its_first_step(tmp_path: Path) -> None:
     for done, gap, problem in ((0, 1e-6, ""), (2, 2e-2, "step 4: log-probabilities of rollout and trainer differ by")):
         recorded = Recorded(tmp_path, Ticks(), done)

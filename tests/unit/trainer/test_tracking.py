@@ -19,10 +19,13 @@ from specactor_ray.trainer.tracking import open_trackers
 
 
 def test_figures_and_outputs_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three outputs of different prompts: whole in trackers, a line in the terminal."""
+    """Three outputs of different prompts: whole in trackers, a line in the terminal. One that cannot be closed ends
+    nothing."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logged = list[tuple[dict[str, Any], int]]()
-    run = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: logged.append(({}, -1)))
+    run = SimpleNamespace(
+        log=lambda row, step: logged.append((row, step)), finish=lambda: logged.append(({}, -1)) or 1 / 0
+    )
     wandb = SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = Config()
