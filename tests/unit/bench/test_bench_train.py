@@ -137,7 +137,7 @@ def test_a_figure_of_several_trainings_is_of_whole_reports(lacking: str, tmp_pat
     history_plot([f"sums={file}"], figure)
     assert figure.is_file()
     with pytest.raises(InputError, match="--output: no plot"):
-        history_plot([f"sums={file}"], tmp_path / "nodir" / "x.png")
+        history_plot([f"sums={file}"], file / "x.png")
     del epochs[1][lacking]
     file.write_text(json.dumps({"drafted": "eagle taught", "epochs": epochs}))
     with pytest.raises(InputError, match="no report of bench train"):
