@@ -104,7 +104,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "auto", f"{auto['tokens_per_s']:.1f} tokens/s"
     interval = "" if auto["interval"] is None else " (95%: {:.2f} to {:.2f})".format(*auto["interval"])
     yield "auto / plain", f"{auto['ratio']:.2f}{interval} in {len(auto['rounds'])} rounds"
-    yield "acceptance length", f"{auto['metrics']['acceptance_length']:.2f}"
+    yield "acceptance length", f"{auto['metrics']['acceptance_length']:.2f}, the most that a ratio counts"
     yield "identical outputs", f"{auto['requests'] - _differing(report)} of {auto['requests']}"
     yield "load average", f"{report['load']:.1f} on {report['cores']} cores"
     if training is None:
