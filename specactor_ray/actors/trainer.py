@@ -16,7 +16,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.config.training_schema import WeightTransport
-from specactor_ray.distill.eagle import EagleExample
+from specactor_ray.distill.eagle import sampled_example
 from specactor_ray.distill.training import EagleLearner, choose_samples, load_learner
 from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.learner.batching import Sample
@@ -57,15 +57,7 @@ class OnlineDrafter:
         states = self._trainer.engine.hidden_states(taken, self._layers)
         if self._learner is None:
             return None
-        examples = [
-            EagleExample(
-                (*sample.prompt.tolist(), *sample.output.tolist()),
-                len(sample.prompt),
-                known,
-                own=(*[False] * len(sample.prompt), *sample.loss_mask.tolist()),
-            )
-            for sample, known in zip(taken, states, strict=True)
-        ]
+        examples = [sampled_example(sample, known) for sample, known in zip(taken, states, strict=True)]
         before = self._learner.version
         for batch in self._learner.batches(examples):
             self._learner.step(batch)

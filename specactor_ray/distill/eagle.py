@@ -24,6 +24,7 @@ from torch import nn
 from specactor_ray.core.errors import InputError
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
+from specactor_ray.learner.batching import Sample
 from specactor_ray.models.ragged_model import HEAD_INPUT
 
 INIT_SCALE = 0.05
@@ -70,6 +71,12 @@ def example_of(record: CorpusRecord) -> EagleExample:
     tokens = (*record.prompt_token_ids, *record.output_token_ids)
     temperature = record.sampling.temperature or 1.0
     return EagleExample(tokens, len(record.prompt_token_ids), states[:, :-hidden], states[:, -hidden:], temperature)
+
+
+def sampled_example(sample: Sample, states: torch.Tensor) -> EagleExample:
+    """A sample of a training step."""
+    tokens, own = (*sample.prompt.tolist(), *sample.output.tolist()), sample.loss_mask.tolist()
+    return EagleExample(tokens, len(sample.prompt), states, own=(*[False] * len(sample.prompt), *own))
 
 
 @dataclass(frozen=True, slots=True)

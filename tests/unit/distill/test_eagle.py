@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from specactor_ray.distill.eagle import EagleBatch, EagleExample, expected_counts, make_batch, most_frequent_ids, unroll
+from specactor_ray.distill.eagle import (
+    EagleBatch,
+    EagleExample,
+    expected_counts,
+    make_batch,
+    most_frequent_ids,
+    sampled_example,
+    unroll,
+)
+from specactor_ray.learner.batching import Sample
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.draft.test_eagle import dense_outputs, head, states_of
 
@@ -78,9 +89,12 @@ def test_sampled_tokens_stand_in_for_the_teacher() -> None:
     tokens = (ids[5], ids[6], ids[7], foreign, ids[9])
     batch = make_batch([EagleExample(tokens, 2, torch.from_numpy(states_of(4, 0)))], model)
     assert batch.predicts_output.tolist() == [[False, True, False, True]], "what the head cannot say does not count"
-    own = (False, False, True, True, False)  # the last one is an environment's
+    prompt, output = np.array(tokens[:2]), np.array(tokens[2:])
+    own = np.array([True, True, False])  # the last one is an environment's
+    sample = Sample(prompt, output, np.zeros(3, np.float32), 1.0, 1.0, own)
     for first, counting in ((0, [False, True, False, False]), (2, [False, False])):
-        example = EagleExample(tokens, 2, torch.from_numpy(states_of(4 - first, 0)), first=first, own=own)
+        states = torch.from_numpy(states_of(4, 0))
+        example = replace(sampled_example(sample, states), states=states[first:], first=first)
         assert make_batch([example], model).predicts_output.tolist() == [counting]
     assert batch.teacher.exp().argmax(-1).tolist() == [7, 9] and batch.teacher.exp().sum(-1).tolist() == [1, 1]
 
