@@ -6,20 +6,28 @@ import ast
 import asyncio
 import inspect
 import json
+import logging
+import math
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specactor_ray.config.fields import reject_unlisted
-from specactor_ray.config.methods import import_named
+from specactor_ray.config.methods import import_named, is_named
+from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
-from specactor_ray.core.errors import ConfigError, clipped, clipped_text
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text, counted_by_kind
 from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward, finite_number
+from specactor_ray.trainer.rewards import RewardSample, Scorer, checked_reward, finite_number, made_up_samples
+from specactor_ray.trainer.workers import Outcome, WorkerPool
 
+logger = logging.getLogger(__name__)
 _KEY = "environment.name"
 
 
@@ -122,7 +130,7 @@ class Calculator(Environment):
             if self.call == "tool_call":
                 request = json.loads(text)
                 if request["name"] != "calculator":
-                    return f"error: there is no tool {request['name']}"
+                    return f"error: there is no tool {clipped(request['name'])}"
                 text = request["arguments"]["expression"]
                 if not isinstance(text, str):
                     raise TypeError
@@ -161,6 +169,8 @@ class Retry(Environment):
     def __init__(self, tries: int = 3, discount: float = 1.0) -> None:
         if tries < 1:
             raise ValueError("tries must be 1 or more")
+        if not 0.0 <= discount <= 1.0:
+            raise ValueError("discount must be from 0 to 1")
         self.tries, self.discount = tries, discount
 
     async def step(self, turn: Turn) -> Reply:
@@ -198,6 +208,45 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         names = list(inspect.signature(kind).parameters)
         fix = f"its options are {', '.join(names)}." if names else "it has no options; leave them out."
         raise ConfigError("environment.options", problem, fix) from None
+
+
+def check_environment(config: Config, tasks: Sequence[Task]) -> None:
+    """Check that an environment of the user's own answers made-up outputs for one of these tasks, in a process as in
+    training. Raises ConfigError; with `reward.failure_value`, the reward of a sample that fails, it is logged."""
+    section, reasons = config.environment, Counter[str]()
+    if not is_named(section.name or ""):
+        return
+    with WorkerPool("environment", section.timeout_s, partial(EnvironmentWorker, section, config.reward), 1) as pool:
+        for task in tasks:
+            for sample in made_up_samples(task, config.sampling.max_tokens):
+                if not (problem := _try_once(pool, task, sample)):
+                    return
+                reasons[problem] += 1
+    problem = f"{section.name} failed on the first tasks with made-up outputs: {counted_by_kind(reasons)}."
+    if config.reward.failure_value is None:
+        raise ConfigError(_KEY, problem, "reset and step that work for any task and output (docs/environments.md).")
+    logger.warning("%s: %s", _KEY, problem)
+
+
+def _try_once(pool: WorkerPool, task: Task, sample: RewardSample) -> str:
+    """Play up to two turns. Returns why one failed; empty if none did."""
+
+    def ask(*request: Any) -> Outcome:
+        return SYSTEM.result(pool.submit(request), math.inf)
+
+    begun, problem = ask("reset", (task, 0))
+    if problem:
+        return problem
+    state = begun[0]
+    for number, is_last in enumerate((False, True)):
+        taken, problem = ask("step", (state, sample, sample.token_ids, number, is_last))
+        if problem:
+            break
+        state, reply, _ = taken
+        if reply.done:
+            break
+    ask("close", (state,))
+    return problem
 
 
 # ---- in worker processes ----

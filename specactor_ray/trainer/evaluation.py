@@ -13,7 +13,7 @@ from specactor_ray.config.training_schema import EvaluationConfig
 from specactor_ray.core.errors import ConfigError, InputError, UserError, clipped_text
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.trainer.data import Source, TableSource, Task, TaskStream, open_source, some_prompts, unusable
-from specactor_ray.trainer.rewards import check_rewards
+from specactor_ray.trainer.rewards import check_rewards, missing_answer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _from_path(config: Config) -> list[Task]:
     try:
         source = open_source(replace(config.data, mixture=[], **given), section.seed)
         tasks = [source[index] for index in range(len(source))]
-        check_rewards(config, tasks[:2], source.without_answer)
+        check_rewards(config, tasks[:2], missing_answer(config, source))
     except UserError as error:
         raise InputError(f"evaluation.path: {str(error).removeprefix('data.path: ')}") from None
     return tasks

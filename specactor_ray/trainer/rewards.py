@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.fields import reject_unlisted
-from specactor_ray.config.methods import import_named
+from specactor_ray.config.methods import import_named, is_named
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import LARGEST_REWARD, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ConfigError, InputError, clipped, clipped_text, counted_by_kind, place_of
 from specactor_ray.rollout.prompts import Prompt, is_token_ids, split_row
-from specactor_ray.trainer.data import Task, answer_text, has_reference, is_blank
+from specactor_ray.trainer.data import Source, Task, answer_text, has_reference, is_blank
 from specactor_ray.trainer.workers import Outcome, WorkerPool, answer
 
 logger = logging.getLogger(__name__)
@@ -346,6 +346,18 @@ class Scoring:
         return ([one for one, _ in there], self._pool.score([found for _, found in there])) if there else None
 
 
+def made_up_samples(task: Task, most: int) -> list[RewardSample]:
+    """Outputs for a task that no model wrote, one of them its answer. `most`: `sampling.max_tokens`."""
+    texts = [text or task.answer or "Yes." for text in _MADE_UP]
+    return [reward_sample(task, text, range(8), "stop", most) for text in texts]
+
+
+def missing_answer(config: Config, source: Source) -> str:
+    """Place of the first task without an answer, empty if none needs one: an environment of the user's own may give its
+    rewards without `Turn.score`, which raises the errors of the functions."""
+    return "" if is_named(config.environment.name or "") else source.without_answer
+
+
 def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) -> None:
     """Check that the reward functions have the answers that they need, and that those of the user score made-up outputs
     for these tasks, in a process as in training. `without_answer`: place of the first task without one, or empty.
@@ -364,8 +376,7 @@ def check_rewards(config: Config, tasks: Sequence[Task], without_answer: str) ->
     reasons, most = Counter[str](), config.sampling.max_tokens
     with RewardPool(config.reward, 1) as pool:
         for task in tasks:
-            texts = [text or task.answer or "Yes." for text in _MADE_UP]
-            made_up = [reward_sample(task, text, range(8), "stop", most) for text in texts]
+            made_up = made_up_samples(task, most)
             for samples in [made_up] if pool.takes_batch else [[one] for one in made_up]:
                 problems = [problem for _, problem in SYSTEM.result(pool.score(samples), math.inf)]
                 if "" in problems:

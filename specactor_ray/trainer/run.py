@@ -34,10 +34,10 @@ from specactor_ray.startup.memory import PROCESS_BYTES, check_memory, check_turn
 from specactor_ray.startup.resolve import Resolved, resolve
 from specactor_ray.target.sizes import gib
 from specactor_ray.trainer.data import TaskStream, open_source
-from specactor_ray.trainer.environment import Environment, make_environment
+from specactor_ray.trainer.environment import Environment, check_environment, make_environment
 from specactor_ray.trainer.evaluation import evaluation_tasks, hold_out
 from specactor_ray.trainer.record import StepRecorder
-from specactor_ray.trainer.rewards import RewardPool, Scorer, check_rewards
+from specactor_ray.trainer.rewards import RewardPool, Scorer, check_rewards, missing_answer
 from specactor_ray.trainer.steps import Training, Watch
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def prepared(config: Config) -> Config:
 @progress.start_phase("checking tasks and rewards")
 def checked_tasks(resolved: Resolved) -> TaskStream:
     """The tasks in their order, from the first one on; at least one of them fits the model, the chat template supports
-    the environment, and the user's reward functions return numbers. Raises ConfigError and InputError."""
+    the environment, which answers, and the user's reward functions return numbers. Raises ConfigError, InputError."""
     config, data = resolved.config, resolved.config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     tokenizer = _tokenizer(config.target)
@@ -204,7 +204,9 @@ def checked_tasks(resolved: Resolved) -> TaskStream:
 
     most, is_held_out = resolved.max_prompt_tokens, hold_out(config.evaluation, source)
     stream = TaskStream(source, config.sampling.seed, count_tokens, most, data.shuffle, is_held_out)
-    check_rewards(config, stream.take(2), source.without_answer)
+    first = stream.take(2)
+    check_rewards(config, first, missing_answer(config, source))
+    check_environment(config, first)
     stream.held_out = evaluation_tasks(config, stream)
     stream.position = stream.skipped = 0
     return stream

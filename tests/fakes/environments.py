@@ -95,5 +95,20 @@ class Sums(Calculator):
         return replace(reply, reward=reply.reward + 0.25 * self.calls) if reply.done else reply
 
 
+class Locked(Echo):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Speechless(Echo):
+    """Reads no output."""
+
+    async def step(self, turn: Turn) -> Any:
+        raise KeyError(turn.text)
+
+
 class NoStep:
     def reset(self) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,10 @@ def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
         Reply(reward=0.25, done=True),
     ]
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
-    other = '<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": 3</tool_call>'
+    other = "".join(f'<tool_call>{{"name": {name}</tool_call>' for name in ('"search"}', r'"\ud800"}', "3"))
     odd = [f'<tool_call>{{"name": "calculator", "arguments": {one}}}</tool_call>' for one in NO_EXPRESSIONS]
     (reply,) = replied(Calculator("tool_call", role="tool"), turn(call + other))
-    answers = ("12", "error: there is no tool search")
+    answers = ("12", "error: there is no tool 'search'", r"error: there is no tool '\ud800'")
     assert reply.messages == [{"role": "tool", "content": answer} for answer in answers]
     for reply in replied(Calculator("tool_call"), *map(turn, odd)):
         assert reply.messages == [{"role": "user", "content": "error: not an arithmetic expression"}]
@@ -132,13 +133,39 @@ def check(config: Config) -> None:
         ("environment.name=tests.fakes.environments:BAD_REPLIES", "BAD_REPLIES"),
         ("environment.options={trials: 2}", "tries, discount"),
         ("environment.options={tries: 0}", "tries"),
+        ("environment.options={discount: '0.5'}", r"options.*discount"),
+        ("environment.options={discount: .nan}", r"options.*discount"),
+        ("environment.name=tests.fakes.environments:Echo", r"^environment.name: .*no board"),
+        ("environment.name=tests.fakes.environments:Locked", r"^environment.name: .*cannot be kept"),
+        ("environment.name=tests.fakes.environments:Speechless", r"^environment.name: .*KeyError"),
         ("data.chat=false", "data.chat"),
         ("environment={name: calculator, options: {role: 5}}", "role"),  # the template of the model has no such role
     ],
 )
 def test_refused_configurations(override: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Add 3 and 4.", "answer": "7"}\n')
-    tasks = [f"data.path={tmp_path / 'tasks.jsonl'}", "data.n=4", f"target.model={tiny_target()}"]
-    config = load_config(None, ["mode=plain", *tasks, "environment.name=retry", override])
     with pytest.raises(UserError, match=problem):
-        check(config)
+        check(settings(tmp_path, override, answer="7", reset="fails" if "Echo" in override else ""))
+
+
+def settings(tmp_path: Path, *overrides: str, **row: str) -> Config:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "Add 3 and 4.", **row}) + "\n")
+    tasks = [f"data.path={tmp_path / 'tasks.jsonl'}", "data.n=4", f"target.model={tiny_target()}"]
+    return load_config(None, ["mode=plain", *tasks, "environment.name=retry", *overrides])
+
+
+def test_an_environment_of_ones_own_needs_no_answers_unless_it_scores(tmp_path: Path) -> None:
+    (tmp_path / "others.jsonl").write_text('{"prompt": "Add 4 and 5."}\n')
+    evaluation, echo = f"evaluation.path={tmp_path / 'others.jsonl'}", f"environment.name={ECHO}"
+    check(settings(tmp_path, evaluation, echo))
+    for overrides, row, problem in (
+        ((), {}, r"data.path: .*line 1.*'answer'"),
+        ((evaluation,), {"answer": "7"}, r"evaluation.path: .*line 1.*'answer'"),
+        (("environment.name=tests.fakes.environments:Sums",), {}, "no reference answer"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            check(settings(tmp_path, *overrides, **row))
+
+
+def test_a_failure_that_has_a_reward_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check(settings(tmp_path, f"environment.name={ECHO}", "reward.failure_value=0", reset="fails"))
+    assert "environment.name: " in caplog.text and "no board" in caplog.text
