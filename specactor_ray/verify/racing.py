@@ -127,14 +127,17 @@ class Assigner:
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
         """Assign base drafters. A request keeps its model unless another one promises more beyond doubt, and gains the
         seconds of reading it. A request without a model gets one of the best method with room, after requests with a
-        model, so that it does not take a place that they give up."""
+        model, so that it does not take a place that they give up. A model of which no draft was tried yet promises
+        nothing beside one that was: `_watch` lets it draft beside others."""
         policy, table = self._policy, self._table
         promised, sure = np.zeros((2, len(models), len(rows)))  # predicted tokens per second of each request
-        doubt = policy.acceptance.doubt(table, rows)
+        numbers = [policy.acceptance.number(method) for method in models]
+        tried = policy.acceptance.evidence[1, numbers].any(axis=1)
+        chances = np.where(tried | ~tried.any(), chances[numbers].T, 0.0).T
+        sure_chances = (chances - policy.acceptance.doubt(table, rows)[numbers]).clip(0.0)
         for index, method in enumerate(models):
-            number = policy.acceptance.number(method)
-            promised[index] = policy.predict(method, chances[number])
-            sure[index] = policy.predict(method, (chances - doubt)[number].clip(0.0))
+            promised[index] = policy.predict(method, chances[index])
+            sure[index] = policy.predict(method, sure_chances[index])
         is_base = table.assigned.copy()
         is_base[: len(self._watched), : self._watched.shape[1]] &= ~self._watched
         together = len(rows) > 0 and any(one.takes_turns for one in places.drafters.values())

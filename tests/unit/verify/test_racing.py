@@ -252,6 +252,14 @@ def test_models_with_few_requests_draft_beside_others_and_are_chosen_once_they_a
     assert bench.loads == [16, 3] and bench.drafters[1].watches and not bench.drafters[0].watches
     bench.step(3 * REVISE_EVERY)
     assert bench.loads == [16, 3], "one that is not known is not chosen, and the same requests are kept"
+    bench.good("draft_model", 0.1)  # below what an unknown method promises
+    bench.step(REVISE_EVERY)
+    new = [bench.add(f"new {number}") for number in range(4)]
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [20, 3] and all(bench.seats(row) == [0] for row in new), "that never had a draft"
+    for row in new:
+        bench.remove(row)
+    bench.good("draft_model", 0.6)
     bench.drafters[1].spec.max_batch = 64
     bench.good("eagle", 0.9)
     bench.drafters[1].read_s = 1.0
@@ -308,6 +316,7 @@ def test_when_methods_race(race: RaceName, coupled: bool) -> None:
 def test_the_slowest_race_first() -> None:
     bench = Bench(drafter("eagle"), drafter("draft_model", 2), requests=4, race=RaceName.always)
     bench.good("draft_model", 0.1)
+    bench.good("eagle", 0.5)
     for row, p in zip(bench.rows, (0.9, 0.3, 0.8, 0.2), strict=True):
         bench.good("eagle", p, [row])
     bench.step()
@@ -318,6 +327,7 @@ def test_of_several_drafters_the_racer_becomes_the_base() -> None:
     bench = Bench(drafter("eagle"), drafter("draft_model"), drafter("draft_model"), requests=2, race=RaceName.always)
     fast, slow = bench.rows
     bench.good("draft_model", 0.1)
+    bench.good("eagle", 0.5)
     bench.good("eagle", 0.9, [fast])
     bench.good("eagle", 0.3, [slow])
     bench.step()
