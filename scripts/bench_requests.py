@@ -31,9 +31,9 @@ _CONNECTIONS = 50
 def main(
     config: Annotated[str, typer.Argument(help="A file or a shipped configuration.")] = "local_cpu",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    requests: int = 1000,
-    tokens: int = 16,
-    rounds: int = 3,
+    requests: Annotated[int, typer.Option(min=1)] = 1000,
+    tokens: Annotated[int, typer.Option(min=1)] = 16,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
     json_file: JsonFile = None,
 ) -> None:
     with Rollout.from_config(config, overrides or ()) as rollout, serving(Service(rollout, "policy")) as url:
@@ -59,11 +59,11 @@ def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Poin
         add(what, time.process_time() - begin)
 
     async def side_by_side(send: Callable[[], Awaitable[Any]]) -> None:
-        async def some() -> None:
-            for _ in range(requests // _CONNECTIONS):
+        async def some(first: int) -> None:
+            for _ in range(first, requests, _CONNECTIONS):
                 await send()
 
-        await asyncio.gather(*(some() for _ in range(_CONNECTIONS)))
+        await asyncio.gather(*map(some, range(_CONNECTIONS)))
 
     async def read(sampling: SamplingParams) -> None:
         async for _ in queue.submit(PROMPT, sampling).batches():

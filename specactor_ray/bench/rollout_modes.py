@@ -27,7 +27,7 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import make_folder, refuse_existing, remove_if_empty, require_folder, write_json
+from specactor_ray.core.files import expanded, make_folder, refuse_existing, remove_if_empty, require_folder, write_json
 from specactor_ray.core.machine import available_bytes, hardware, versions
 from specactor_ray.core.progress import rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
@@ -99,7 +99,7 @@ def run_bench(
     """Measure all variants (see `plan_variants`) in rounds. Returns the report, which is written to `output` (default:
     `bench.json` in a new folder under `run.dir`), never over another file; after an interruption it has what was
     measured. UserError: the configuration, the prompts or the cluster are wrong."""
-    output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
+    output = output or expanded(config.run.dir) / f"bench-{new_run_name()}" / "bench.json"
     refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     auto, machine = auto_of(config) if "auto" in modes else None, Machine.here()

@@ -29,7 +29,7 @@ from specactor_ray.config.methods import online_drafter
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError, UserError
-from specactor_ray.core.files import refuse_existing, require_folder, write_json
+from specactor_ray.core.files import expanded, refuse_existing, require_folder, write_json
 from specactor_ray.core.machine import hardware, versions
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
@@ -207,7 +207,7 @@ def run_bench(
             outcome = train(config, console, beside=beside)
         except SpecActorError:
             if held and held[0].pairs:  # hours of work, perhaps
-                folder = Path(config.run.dir).expanduser() / held[0].run_name
+                folder = expanded(config.run.dir) / held[0].run_name
                 report = _report(config, held[0].pairs, folder, "failed", output)
                 say(console, f"report of the steps before the failure: {report['output']}")
             raise

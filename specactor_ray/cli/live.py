@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specactor_ray.cli.report import MOST_PENDING, ladder_table, status_table
 from specactor_ray.core.console import make_console, say
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import InputError, clipped
 from specactor_ray.core.signals import Terminated
 
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
@@ -89,7 +89,9 @@ def parse_scale(items: Sequence[str]) -> dict[str, int]:
     wanted: dict[str, int] = {}
     for item in items:
         method, separator, count = item.partition("=")
-        if not (method and separator and count.isdecimal()):
-            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
+        if not (method and separator and count.isdecimal() and len(count) < 10):
+            raise InputError(f"{clipped(item)} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
+        if method in wanted:
+            raise InputError(f"{method} is given twice. Fix: give one number of its draft actors")
         wanted[method] = int(count)
     return wanted

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from specactor_ray.core.errors import InputError, did_you_mean
-from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.files import expanded, parse_json, read_foreign
 from specactor_ray.runs.checkpoint import CheckpointStore
 from specactor_ray.runs.folder import CONFIG_FILE, LOCK_FILE, PARTIAL_FILE, SUMMARY_FILE
 from specactor_ray.runs.records import EVALUATIONS_FILE, METRICS_FILE
@@ -56,7 +56,10 @@ class RunFiles:
     @property
     def trajectories(self) -> int:
         """Number of trajectories of a rollout that has not ended."""
-        return read_foreign(self.folder / PARTIAL_FILE).count("\n")
+        try:
+            return read_foreign(self.folder / PARTIAL_FILE, "replace").count("\n")  # its last line may be cut anywhere
+        except OSError as error:
+            raise InputError(f"{self.folder} cannot be read: {error}. Fix: try again if the run ends now") from None
 
     @property
     def planned_steps(self) -> int | None:
@@ -66,7 +69,7 @@ class RunFiles:
     def best_checkpoint(self) -> Path | None:
         """The best one that is complete, else the newest; None without any."""
         where = self._config("checkpoint").get("dir") or self.folder / CHECKPOINTS
-        return CheckpointStore(Path(where).expanduser(), 1, True).best()
+        return CheckpointStore(expanded(where), 1, True).best()
 
     def step(self, number: int | None) -> Mapping[str, Any] | None:
         """The record of a step with a timeline; default: of the slowest one, None if there is none. Raises InputError
@@ -91,7 +94,7 @@ def find_run(name: str, base: Path) -> Path:
     """The folder of a run, by its path or its name below `base`. Raises InputError if there is none, or it cannot be
     read."""
     try:
-        for folder in (Path(name).expanduser(), base / name):
+        for folder in (expanded(name), base / name):
             (folder / SUMMARY_FILE).exists()  # raises without the right to search the folder
             if folder.is_dir():
                 return folder
@@ -132,7 +135,7 @@ def _rows(files: Sequence[Path], check: Callable[[Any], object], whole: bool = F
     out. Raises InputError for a row that cannot be read or that `check` fails on."""
     for file in filter(Path.exists, files):
         try:
-            text = read_foreign(file)
+            text = read_foreign(file, "strict" if whole else "replace")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file} cannot be read: {error}") from None
         for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):

@@ -23,7 +23,7 @@ from specactor_ray.cli.report import (
 from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import refuse_existing, require_folder
+from specactor_ray.core.files import expanded, refuse_existing, require_folder
 from specactor_ray.core.signals import signals_deferred
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def report(
 
     The runs may have ended, still run, or have been killed. Curves of several trainings are drawn over each other.
     """
+    run_dir, output = expanded(run_dir), None if output is None else expanded(output)
     refuse_existing(output, "--output")
     if output is not None:
         require_folder(output.parent, "--output")

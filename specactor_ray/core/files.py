@@ -17,12 +17,20 @@ from typing import Any
 from specactor_ray.core.errors import InputError
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with a home folder for `~`. InputError: there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"{path}: ~ names no user of this machine. Fix: write the whole path") from None
+
+
 def cache_dir() -> Path:
     """`$SPECACTOR_CACHE`, else `$XDG_CACHE_HOME/specactor_ray`, else `~/.cache/specactor_ray`. It need not exist."""
     own = os.environ.get("SPECACTOR_CACHE")
     if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specactor_ray"
+        return expanded(own)
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specactor_ray"
 
 
 @contextlib.contextmanager
@@ -127,12 +135,12 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_foreign(path: str | Path) -> str:
+def read_foreign(path: str | Path, errors: str = "strict") -> str:
     """The UTF-8 text of a regular file. Raises OSError for others (a FIFO, a device: reading may never end), and
-    UnicodeDecodeError."""
+    UnicodeDecodeError unless `errors` (as of `bytes.decode`) allows what is no text."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return Path(path).read_text(encoding="utf-8")
+    return Path(path).read_text(encoding="utf-8", errors=errors)
 
 
 def parse_json(text: str) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _fallbacks: dict[str, None] = {}
+_CGROUP = Path("/sys/fs/cgroup")
 PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 
@@ -41,16 +42,23 @@ def hardware() -> dict[str, Any]:
         "cpu": info.get("model name", platform.processor() or platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "vector": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags],
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gb": round(_total_bytes() / 2**30, 1),
         "system": platform.platform(terse=True),
     }
 
 
+def _total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def memory_limit() -> tuple[float, float]:
-    """Memory limit and use of this process's container, in bytes; an infinite limit if there is none."""
-    folder = Path("/sys/fs/cgroup")
+    """Memory limit and use of this process's container, in bytes, without cached files, which give way; an infinite
+    limit if there is none."""
     try:
-        return float((folder / "memory.max").read_text()), float((folder / "memory.current").read_text())
+        limit, used = (float((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = sum(float(parts.get(name, 0)) for name in ("active_file", "inactive_file"))
+        return limit, max(used - cached, 0.0)
     except (OSError, ValueError):  # the limit is the word `max`
         return float("inf"), 0.0
 
@@ -89,20 +97,25 @@ def accelerator_type(name: str) -> str:
 
 @functools.cache
 def _gpus() -> Sequence[tuple[int, str]]:
-    """Bytes and name of each GPU, by one question to the driver, which takes up to seconds."""
+    """Bytes and name of each GPU, by one question to the driver, which takes up to seconds. A GPU without a size of its
+    own shares the memory of the machine."""
     command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         parts = [line.partition(",") for line in done.stdout.splitlines()]
-        return [(int(size) << 20, name.strip()) for size, _, name in parts]
-    except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or one that does not answer
+        return [(int(size) << 20 if size.isdecimal() else _total_bytes(), name.strip()) for size, _, name in parts]
+    except (OSError, subprocess.SubprocessError):  # no driver, or one that does not answer
         return []
 
 
 def count_gpus() -> int:
-    """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES, which ends
+    at the first one that is none."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
+    if visible is None:
+        return count
+    named = itertools.takewhile(lambda one: one not in ("", "NoDevFiles") and one[0] != "-", visible.split(","))
+    return min(count, len(list(named)))
 
 
 def fall_back(logger: logging.Logger, what: str) -> None:

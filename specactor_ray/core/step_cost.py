@@ -109,7 +109,7 @@ class StepCost:
                 knots[first] = min(max(low + share * (below - low), least), here)
                 knots[last] = min(max(high + share * (above - high), here), most)
         places = sorted(knots)
-        self._knots = np.array(places), np.array([knots[place] for place in places])
+        self._knots = np.array(places), np.maximum.accumulate([knots[place] for place in places])
 
 
 def range_number(num_tokens: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.files import expanded, parse_json, read_foreign
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def require_tokenizer(name: str) -> None:
     """Refuse a directory without tokenizer files."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / file).is_file() for file in wanted):
         raise ModelLoadError(

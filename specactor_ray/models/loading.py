@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import ModelLoadError, first_of
+from specactor_ray.core.files import expanded
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, is_builtin, quiet_transformers, require_builtin
 from specactor_ray.models.checkpoint_files import (
@@ -60,7 +61,7 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
     """Folder of the `config.json` of a model that a key or option names, if it is on this machine. A ModelLoadError if
     it cannot be found, or is a head, or the head is a model."""
     try:
-        folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
+        folder = require_head(expanded(name)) if is_head else require_model(name)
         if folder is not None and not is_head and describes_head(folder):
             fix = "name the directory of a model; for a head of a drafter, use method: eagle."
             raise ModelLoadError(f"{name!r} holds an EAGLE head, which is no model. Fix: {fix}")
@@ -81,7 +82,7 @@ def _folder_of(source: Path | str, revision: str | None) -> Path | None:
 
 def _find_model(name: str) -> Path | str:
     """`locate_model` for names that are not built in, with their revision."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         is_dir, exists = path.is_dir(), path.exists()
     except OSError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
+from specactor_ray.core.files import expanded
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.checkpoint_files import read_config
 from specactor_ray.models.loading import load_empty_model, load_model_config
@@ -32,7 +32,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """Identity of a model in recorded files: name, data type, and a hash of its configuration (its shape, not its
     weights: those change in training). Raises ModelLoadError if there is no such model."""
-    path = Path(name).expanduser() / "config.json"
+    path = expanded(name) / "config.json"
     if path.is_file():
         config = read_config(path.parent)
     else:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError, WeightsError, did_you_mean, first_of
+from specactor_ray.core.files import expanded
 from specactor_ray.core.types import Probe
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import (
@@ -232,7 +233,7 @@ def fitting_weights(weights: Weights, layout: WeightLayout) -> Iterator[tuple[st
 
 def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(weights, str | Path):
-        yield from _checkpoint_tensors(Path(weights).expanduser(), known)
+        yield from _checkpoint_tensors(expanded(weights), known)
         return
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(pairs, Iterable):

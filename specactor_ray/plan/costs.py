@@ -30,8 +30,8 @@ import numpy as np
 
 from specactor_ray.config.accelerators import allows_kind, of_kind
 from specactor_ray.config.schema import Config, TargetConfig
-from specactor_ray.core.errors import ConfigError
-from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.errors import ConfigError, clipped
+from specactor_ray.core.files import expanded, parse_json, read_foreign
 from specactor_ray.core.step_cost import range_number
 
 Points = Iterable[tuple[float, float]]
@@ -190,7 +190,7 @@ def load_costs(path: str | Path, key: str = "profile", accelerator: str | None =
     """Read the section of a file. Raises ConfigError for `key`: the file does not exist, is damaged, has no costs of at
     least two sizes of steps, or not those of a single kind of verifiers' GPUs that `accelerator` allows, and this kind.
     Costs of an unknown kind alone are those of any."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         costs = _costs(parse_json(read_foreign(path))["costs"])
     except FileNotFoundError:
@@ -230,15 +230,22 @@ def _costs(section: Mapping[str, Any]) -> Costs:
     }
     hits, tries = defaultdict[str, float](float), defaultdict[str, float](float)
     for one in section["ladder"]:
-        hits[one["method"]] += one["drafted"] * one["acceptance"]
+        hits[one["method"]] += _number(one["drafted"]) * _number(one["acceptance"], 1.0)
         tries[one["method"]] += one["drafted"]
     return Costs(
         {name: section["target"][name] for name in TARGET_KEYS},
         _by_kind(section["verify"], _LEAST_POINTS),
         drafters,
-        section["supply"],
-        {method: hits[method] / tries[method] for method in tries},
+        _number(section["supply"], 1.0),
+        {method: hits[method] / tries[method] for method in tries if tries[method]},
     )
+
+
+def _number(value: Any, most: float = 1e9) -> float:
+    """The value, if it is a number from 0 to `most`; else TypeError."""
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise TypeError(f"{clipped(value)} is no number from 0 to {most:g}")
+    return float(value)
 
 
 def _by_kind(points: Mapping[str, Any], least: int = 0) -> ByKind:
@@ -246,6 +253,8 @@ def _by_kind(points: Mapping[str, Any], least: int = 0) -> ByKind:
     kinds: dict[str, dict[int, StepTimes]] = defaultdict(dict)
     for place, times in points.items():
         count, _, kind = place.partition(" ")
+        if not all(_number(one) for point in times for one in point):
+            raise TypeError(f"a step of {place} has no positions or no seconds")
         if len(times) >= least:
             kinds[kind][int(count)] = StepTimes(times)
     return dict(kinds)

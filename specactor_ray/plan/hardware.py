@@ -23,7 +23,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import yaml
@@ -33,6 +32,7 @@ from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.config.schema import PacedConfig
 from specactor_ray.core.errors import ConfigError, did_you_mean, keys_of
+from specactor_ray.core.files import expanded
 from specactor_ray.plan.costs import StepTimes, load_costs
 
 _FOLDER = "simulation/hardware"
@@ -284,7 +284,7 @@ def load_hardware(name_or_path: str) -> DeviceSpec | MeasuredHardware:
     """A roofline by a shipped name (`h100`) or from a YAML file, or the costs of a run (`.json`). ConfigError: there is
     no such hardware, or the file is invalid; the message names file, key and fix."""
     name, names = name_or_path.lower(), shipped_hardware()
-    path = SHIPPED / f"{name}.json" if name in names else Path(name_or_path).expanduser()
+    path = SHIPPED / f"{name}.json" if name in names else expanded(name_or_path)
     if path.suffix == ".json" and path.is_file():
         costs = load_costs(path, f"hardware {name_or_path}")
         measured = {str(costs.target["model"]): costs.verify}

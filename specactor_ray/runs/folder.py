@@ -18,7 +18,7 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import RunConfig
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, InputError, SpecActorError
-from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
+from specactor_ray.core.files import expanded, parse_json, read_foreign, remove_if_empty
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def lease_unfinished(run: RunConfig, file: str, continues: Callable[[Path], bool
     Raises:
         InputError: The folder of the named run cannot be written to, or another process uses it (RunInUseError).
     """
-    base = Path(run.dir).expanduser()
+    base = expanded(run.dir)
     if run.name is not None:
         folder = base / run.name
         with run_dir_errors(folder):
@@ -131,7 +131,7 @@ def lease_new(config: Config) -> tuple[Path, RunLease]:
     """The folder of a new run, and its lease. Names the run if it has no name yet. InputError: the folder holds another
     run, is in use, or cannot be written to."""
     config.run.name = config.run.name or new_run_name()
-    folder = Path(config.run.dir).expanduser() / config.run.name
+    folder = expanded(config.run.dir) / config.run.name
     with run_dir_errors(folder):
         lease = RunLease(folder)
     for name in (CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE, PARTIAL_FILE):

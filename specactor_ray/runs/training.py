@@ -19,7 +19,7 @@ from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import AUTO, RunConfig, TargetConfig
 from specactor_ray.config.training_schema import Schedule, TrainerBackend
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import make_folder, parse_json, read_foreign, remove_if_empty
+from specactor_ray.core.files import expanded, make_folder, parse_json, read_foreign, remove_if_empty
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (
@@ -107,7 +107,7 @@ def open_run(config: Config, tasks: int | None = None) -> TrainingRun:
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
         config.run.name, leases = folder.name, [lease]
-        where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
+        where = expanded(section.dir) if section.dir else folder / CHECKPOINTS
         if section.dir:
             undo.callback(remove_if_empty, *make_folder(where, "checkpoint.dir"))
             leases.append(RunLease(where, "checkpoint.dir"))
@@ -130,7 +130,7 @@ def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState
     checkpoint: Path | None = None
     state = now
     if config.resume not in ("auto", "never"):
-        checkpoint, saved = open_checkpoint(Path(config.resume).expanduser())
+        checkpoint, saved = open_checkpoint(expanded(config.resume))
         state = replace(_continued(checkpoint, saved, now), evaluated=-1, evaluation=None)
     if config.checkpoint.dir and store.all():
         raise InputError(
@@ -175,7 +175,7 @@ def _named_folders(folder: Path) -> Iterator[Path]:
     """Each `checkpoint.dir` with which a run began or went on."""
     for file in folder.glob("config*.yaml"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-            yield Path(yaml.safe_load(read_foreign(file))["checkpoint"]["dir"]).expanduser()
+            yield expanded(yaml.safe_load(read_foreign(file))["checkpoint"]["dir"])
 
 
 def _has_saved(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from specactor_ray.config.methods import BUILT_IN, acting_drafters, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.core.errors import ConfigError, keys_of
-from specactor_ray.core.files import parse_json, read_foreign
+from specactor_ray.core.files import expanded, parse_json, read_foreign
 from specactor_ray.plan.hardware import load_hardware
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.startup.machine import Devices, Machine, devices_of
@@ -230,7 +230,7 @@ def measured_skills(path: Path, skills: Sequence[SkillConfig]) -> list[str]:
     with a draft, if no other method drafted. ConfigError: the file has none of these methods, or cannot be read."""
     key, fix = "--acceptance", "name the bench.json of specactor bench train, with drafters of the scenario's skills."
     try:
-        last = parse_json(read_foreign(path.expanduser()))["thirds"][-1]
+        last = parse_json(read_foreign(expanded(path)))["thirds"][-1]
         counts = {method: (int(tried), int(right)) for method, (tried, right) in last["judged"].items() if tried}
         supplied, requests = last["supplied"]
         means = {method: right / tried for method, (tried, right) in counts.items()}

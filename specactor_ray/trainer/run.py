@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from specactor_ray.config.training_schema import RewardFunctionConfig, TrainerBa
 from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.core.files import require_folder
+from specactor_ray.core.files import expanded, require_folder
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.loading import load_tokenizer
@@ -140,7 +139,7 @@ def checked(config: Config) -> tuple[Resolved, TaskStream]:
     config = prepared(config)
     for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder:
-            require_folder(Path(folder).expanduser(), key)
+            require_folder(expanded(folder), key)
     resolved = resolve(config, Machine.here(), trains=True)
     return resolved, checked_tasks(resolved)
 

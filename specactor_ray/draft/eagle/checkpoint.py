@@ -17,7 +17,7 @@ import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import to_json
+from specactor_ray.core.files import expanded, to_json
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
 from specactor_ray.models.checkpoint_files import read_config, require_head
 from specactor_ray.models.loading import load_model, load_model_config, locate_model, parse_dtype, wrong_value_errors
@@ -53,7 +53,7 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
     """Read the shape of the head in directory `name`. ModelLoadError: there is no head, it has another type, or it was
     made for another target; both are named."""
     model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
-    config = _parse(require_head(Path(name).expanduser()), model)
+    config = _parse(require_head(expanded(name)), model)
     _reject_other_target(config, name, target, model)
     return config
 
@@ -71,7 +71,7 @@ def load_head(
     """Load a head; its embedding is the target's if the checkpoint has none. ModelLoadError: as `read_head_config`; or
     weights are missing or unknown, or have another shape."""
     config = read_head_config(name, target, trust_remote_code=trust_remote_code)
-    weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
+    weights = {_our_name(key): tensor for key, tensor in _read_weights(expanded(name)).items()}
     target_has_draft = weights.pop("t2d", None)
     if _EMBEDDING not in weights:
         weights[_EMBEDDING] = target_embedding(target, trust_remote_code=trust_remote_code)

@@ -203,7 +203,7 @@ def rollout(folder: Path) -> Path:
 def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path: Path) -> None:
     unfinished = tmp_path / "u"
     unfinished.mkdir()
-    (unfinished / "trajectories.jsonl.partial").write_text("{}\n{}\n{")
+    (unfinished / "trajectories.jsonl.partial").write_bytes(b'{}\n{}\n{"\xc3')  # cut within a character
     done = run_report(rollout(tmp_path / "r"), unfinished)
     assert done.exit_code == 0, done.output
     assert "rollout r (complete)" in done.stdout and "8 finished, 1 failed, 9 in all" in done.stdout
@@ -217,6 +217,7 @@ def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path:
         ({}, "trainning", "Did you mean training?"),
         ({}, "zzz", "The newest of 1 runs there: training."),
         ({}, "x" * 400, "cannot be read (File name too long)"),
+        ({}, "~nosuch/x", "~nosuch/x: ~ names no user of this machine"),
         ({"notes.txt": ""}, "r", "is no folder of a training or of a rollout. Fix: name a folder with metrics.jsonl"),
         ({"config.yaml": ""}, "r", "has no results: no step of it has ended"),
         ({"summary.json": '{"status": "failed", "error": "no GPU"}'}, "r", "no step of it has ended (no GPU)"),
@@ -242,6 +243,17 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line(
     assert not (tmp_path / "new").exists()
     error = run_report(name, "--run-dir", tmp_path, "--output", "x" * 400).exception
     assert isinstance(error, InputError) and "--output: x" in str(error)
+
+
+def test_half_a_character_at_the_end_of_a_killed_run_and_a_home_in_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    half = json.dumps({"text": "\u00e9"}, ensure_ascii=False).encode()[:-3]
+    (tmp_path / "runs" / "r" / "metrics.jsonl").write_bytes(json.dumps(record(1)).encode() + b"\n" + half)
+    done = run_report("r", "--run-dir=~/runs", "--output=~/x.png")
+    assert done.exit_code == 0 and (tmp_path / "x.png").is_file(), done.output
 
 
 def test_curves_of_any_length_keep_their_ends() -> None:

@@ -78,6 +78,7 @@ def test_stairs_are_kept_and_noise_is_none(tile_s: float, position_s: float, noi
     for edge in (256, 384, 512, 640, 768):
         here, beyond = seconds(cost, edge, edge + 1)
         assert beyond - here > 0.5 * tile_s if tile_s else beyond - here < 0.25 * TILE + position_s
+    assert (np.diff(cost.curve(100, 800)) >= 0.0).all(), "it never falls"
     errors = [abs(here - true(count)) for count, here in zip(range(150, 890), cost.curve(150, 739), strict=True)]
     assert statistics.mean(errors) < (0.15 + 10 * noise) * TILE
 

@@ -193,6 +193,25 @@ def test_files_without_costs(tmp_path: Path, text: str | None, problem: str) -> 
     assert "Fix: name the summary.json of a run" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"supply": None},
+        {"supply": 2.0},
+        {"verify": {"2": [[1.0, 0.0], [8.0, 0.1]]}},
+        {"verify": {"2": [[1.0, None], [8.0, 0.1]]}},
+        {"ladder": [standing("ngram", 10.0, 2.0)]},
+        {"ladder": [standing("ngram", -1.0, 0.5)]},
+    ],
+    ids=str,
+)
+def test_damaged_numbers_are_no_costs(tmp_path: Path, section: dict[str, Any], damage: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"profile: the section `costs` of .* is not sound"):
+        load_costs(written(tmp_path, {**section, **damage}))
+    nothing = {**section, "ladder": [standing("ngram", 0.0, 0.0)]}
+    assert not load_costs(written(tmp_path, nothing)).acceptance
+
+
 @pytest.mark.parametrize("points", [[], [[4.0, 0.1]]])
 def test_a_run_that_was_too_short(tmp_path: Path, section: dict[str, Any], points: list[Any]) -> None:
     section["verify"] = {"2": points}
