@@ -169,7 +169,11 @@ def keep_recipe(folder: Path, recipe: Recipe, draft_model: str | None, prompts: 
     options = [(option, str(Path(name).resolve()) if name and Path(name).exists() else name) for option, name in models]
     options += [("--dtype", recipe.dtype), ("--max-tokens", str(recipe.max_tokens))]
     options += [(f"--prompts, {one.stem}", f"sha256 {sha256(one.read_bytes()).hexdigest()}") for one in prompts]
+    if len({one.stem for one in prompts}) < len(prompts):
+        raise InputError("--prompts: two files have one name, which their recordings would have. Fix: rename one")
     file = folder / "recipe.json"
+    if not file.is_file() and any(folder.glob("*.npz")):
+        raise InputError(f"--output: {folder} has recordings of an unknown recipe. Fix: name another folder")
     kept = parse_json(file.read_text()) if file.is_file() else {}
     for option, value in options:
         if kept.setdefault(option, value) != value:

@@ -187,7 +187,8 @@ def run_bench(
         raise ConfigError("--also", f"{min(taken)!r} is the name of another rollout.", "give it another name.")
     if plain and not plain_every:
         raise InputError("--plain: with --plain-every 0 there is no plain rollout")
-    common = copy.deepcopy(checked(config)[0].config)  # before anything starts
+    ready = checked(config)  # before anything starts
+    common = copy.deepcopy(ready[0].config)
     common.target.hidden_layers = config.target.hidden_layers  # else all export those that one's head reads
     others = {way: _beside_it(common, f"--also {way}", also[way], drafts=True) for way in also}
     if plain_every:
@@ -204,7 +205,7 @@ def run_bench(
         cluster.num_cpus = max(cores, cluster.num_cpus or 0)
     with sigterm_interrupts(), connect(cluster):
         try:
-            outcome = train(config, console, beside=beside)
+            outcome = train(config, console, beside=beside, ready=ready)
         except SpecActorError:
             if held and held[0].pairs:  # hours of work, perhaps
                 folder = expanded(config.run.dir) / held[0].run_name
@@ -268,15 +269,18 @@ def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) 
     try:
         other = from_mapping(tree, [*base, *items])
         if changed := [key for key in _changed(from_mapping(tree, base), other) if not key.startswith(own)]:
-            fix = f"override {', '.join(one.strip('.') for one in own)}."
-            raise ConfigError(changed[0], "the rollouts of a step have it in common.", fix)
+            drafting = not drafts and changed[0].startswith(_DRAFTS)
+            problem = "plain decoding has no drafts." if drafting else "the rollouts of a step have it in common."
+            raise ConfigError(changed[0], problem, f"override {', '.join(one.strip('.') for one in own)}.")
         if drafts:
             _refuse_incomparable(other)
             if (taught := online_drafter(other)) is not None:
                 key = f"drafters.{other.drafters.index(taught)}.online.where"
                 problem = f"is {taught.online.where.value!r}, and the head of the training alone is taught."
-                raise ConfigError(key, problem, f"{option}:{key}=off.")
-        return resolve(with_cores_of(config, other), Machine.here(), sampled=False).config
+                raise ConfigError(key, problem, f"--also '{option.removeprefix('--also ')}:{key}=off'")
+        if not any(item.startswith("target.cores=") for item in items):
+            other = with_cores_of(config, other)
+        return resolve(other, Machine.here(), sampled=False).config
     except UserError as error:
         raise InputError(f"{option}: {error}") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from specactor_ray.core.errors import InputError, did_you_mean
+from specactor_ray.core.errors import InputError, clipped_text, did_you_mean
 from specactor_ray.core.files import expanded, parse_json, read_foreign
 from specactor_ray.runs.checkpoint import CheckpointStore
 from specactor_ray.runs.folder import CONFIG_FILE, LOCK_FILE, PARTIAL_FILE, SUMMARY_FILE
@@ -104,7 +104,8 @@ def find_run(name: str, base: Path) -> Path:
         raise InputError(f"{error.filename} cannot be read ({error.strerror}). Fix: name the folder of a run") from None
     newest = f" The newest of {len(names)} runs there: {', '.join(names[-3:])}." * bool(names)
     hint = did_you_mean(name, names) or newest
-    raise InputError(f"{name}: no folder of this name is here or in {base}.{hint} Fix: name the folder of a run")
+    problem = f"{clipped_text(name)}: no folder of this name is here or in {base}.{hint}"
+    raise InputError(f"{problem} Fix: name the folder of a run")
 
 
 def read_run(folder: Path, summary: Mapping[str, Any] | None = None) -> RunFiles:

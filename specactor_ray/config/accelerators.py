@@ -19,7 +19,8 @@ KIND_LABEL = "ray.io/accelerator-type"
 _NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _CONDITION = re.compile(rf"(!?)(?:in\(({_NAME}(?:, ?{_NAME})*)\)|({_NAME}))")
 _OLD = {"K80", "P4", "P100", "V100", "T4"}
-_LABEL = re.compile(rf"(?:(?=[^/]{{1,253}}/){_NAME}(?:\.{_NAME})*/)?{_NAME}")
+_PART = _NAME.replace(".", "")
+_LABEL = re.compile(rf"(?:(?=[^/]{{1,253}}/){_PART}(?:\.{_PART})*/)?{_NAME}")
 _FIX = "use an accelerator type such as H100, 'in(L4, A10G)' or '!T4' (YAML needs the quotes), or a label of nodes "
 _FIX += "such as market-type=spot."
 

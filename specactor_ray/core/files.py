@@ -22,7 +22,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise InputError(f"{path}: ~ names no user of this machine. Fix: write the whole path") from None
+        raise InputError(f"{path}: there is no home folder for its ~. Fix: write the whole path") from None
 
 
 def cache_dir() -> Path:

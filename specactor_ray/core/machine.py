@@ -103,7 +103,8 @@ def _gpus() -> Sequence[tuple[int, str]]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         parts = [line.partition(",") for line in done.stdout.splitlines()]
-        return [(int(size) << 20 if size.isdecimal() else _total_bytes(), name.strip()) for size, _, name in parts]
+        sized = [(size, name.strip()) for size, _, name in parts if size.isdecimal() or size.startswith("[")]
+        return [(int(size) << 20 if size.isdecimal() else _total_bytes(), name) for size, name in sized]
     except (OSError, subprocess.SubprocessError):  # no driver, or one that does not answer
         return []
 

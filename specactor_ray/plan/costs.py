@@ -76,11 +76,6 @@ class DraftCosts:
     kinds: ByKind
     """D."""
 
-    @property
-    def seconds(self) -> Mapping[int, StepTimes]:
-        """D if it was measured on one kind of devices; else empty."""
-        return next(iter(self.kinds.values())) if len(self.kinds) == 1 else {}
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -166,7 +166,7 @@ def _refuse_to_erase(folder: Path, store: CheckpointStore) -> None:
         problem = f"{store.folder} has none of the checkpoints of this run"
     else:
         return
-    fix = f"restore it, or name the right folder (it was {' or '.join(map(str, others))})" if others else "restore it"
+    fix = "restore one" + f", or name the right folder (it was {' or '.join(map(str, others))})" * bool(others)
     problem = f"{problem}, and to go on from step 0 would erase the results in {folder}"
     raise InputError(f"checkpoint.dir: {problem}. Fix: {fix}, or begin a new run by resume=never and another run.name")
 

@@ -6,6 +6,7 @@ the file gets its final name once the last trajectory is in it. Those that are s
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -30,6 +31,8 @@ from specactor_ray.runs.folder import (
 )
 from specactor_ray.sampling.seeds import derive_seed
 
+_SCORED = "reward.functions"
+"""Without functions there are no rewards, and keys behind this one have no effect."""
 _SAME = (
     "target.model",
     "target.backend",
@@ -39,7 +42,7 @@ _SAME = (
     "data.add_special_tokens",
     "data.split_special_tokens",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
-    "reward.functions",
+    _SCORED,
     "reward.answer_pattern",
     "reward.failure_value",
     "data.answer_key",
@@ -124,10 +127,10 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         saved = saved_config(folder)
         if config.target.dtype == AUTO:
             config.target.dtype = saved.target.dtype
-        for key in _SAME:
-            now, before = attrgetter(key)(config), attrgetter(key)(saved)
+        for key in _SAME if config.reward.functions else _SAME[: _SAME.index(_SCORED) + 1]:
+            now, before = (json.dumps(attrgetter(key)(one), default=vars) for one in (config, saved))
             if now != before:
-                problem = f"is {now!r}, and the interrupted run {folder.name} has {before!r}."
+                problem = f"is {now}, and the interrupted run {folder.name} has {before}."
                 raise ConfigError(key, problem, "give the same value, or begin a new run under another run.name.")
     except BaseException:
         lease.release()

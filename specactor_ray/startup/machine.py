@@ -98,8 +98,8 @@ class Machine:
         return Devices(cluster.num_cpus or self.cores, gpus, {self.kind: gpus} if self.kind else {})
 
     def kind_of(self, cluster: ClusterConfig) -> str:
-        """Kind of the GPUs of a cluster that will be started here; empty for another one."""
-        return self.kind if self.hosts(cluster) else ""
+        """Kind of the GPUs of a `local` cluster; empty for another one."""
+        return self.kind if cluster.address == "local" else ""
 
     def fitting_dtype(
         self, dtype: str, on_gpu: bool, backend: str = "hf", accelerator: str | None = None, kind: str = ""

@@ -157,8 +157,8 @@ def start_notes(config: Config, machine: Machine, identity: TokenIdentity) -> li
     target = config.target
     notes = [identity.line] if target.gpus or not identity.holds else []
     if config.mode is ModeName.decoupled and config.drafters and not acting_drafters(config):
-        hosted = "verifiers host all drafters, so there are no draft actors"
-        notes.append(f"mode: decoupled, but {hosted}; drafters.0.hosted=false makes some")
+        reason = "since verifiers host all drafters; drafters.0.hosted=false makes some"
+        notes.append(f"mode=decoupled has no draft actors, {reason}")
     if target.backend == "vllm" and target.compiled and not target.gpus:
         compiling = "vLLM compiles the model at every start, minutes on a CPU"
         notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")

@@ -54,16 +54,21 @@ Beside = Callable[["Rollout", "ExperienceMaker"], contextlib.AbstractContextMana
 
 
 def train(
-    config: Config, console: Console, watch: Watch = lambda training: None, beside: Beside | None = None
+    config: Config,
+    console: Console,
+    watch: Watch = lambda training: None,
+    beside: Beside | None = None,
+    ready: tuple[Resolved, TaskStream] | None = None,
 ) -> RunOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `watch`: see `Training`.
     `beside`: context with what stands for the rollout and the maker of experience, such as those of a comparison.
+    `ready`: the result of `checked`, if it was called before.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints are kept.
     """
-    resolved, stream = checked(config)
+    resolved, stream = ready or checked(config)
     config, machine = resolved.config, Machine.here()
     for line in resolved.choices:
         say(console, line)

@@ -253,7 +253,7 @@ def test_a_run_that_fails_leaves_the_report_of_its_steps(tmp_path: Path, monkeyp
     folder = tmp_path / "mine"
     folder.mkdir()
 
-    def fail(config: Any, console: Any, beside: Any) -> None:
+    def fail(config: Any, console: Any, beside: Any, ready: Any) -> None:
         rollout = SimpleNamespace(config=config, run_name="mine", update_weights=lambda *_: 1)
         with beside(rollout, None) as (paired, _):
             paired.pairs.append(pair(1, None, 4.0))
@@ -278,7 +278,7 @@ COMMON = "the rollouts of a step have it in common"
 @pytest.mark.parametrize(
     ("given", "start", "words"),
     [
-        (also(), "--also other: drafters.0.online.where: ", "is 'trainer'"),
+        (also(), "--also other: drafters.0.online.where: ", f"Fix: --also 'other:{FROZEN}'"),
         (also("mode=plain"), "--also other: mode: ", "no drafts"),
         (also("drafters=[]"), "--also other: ", "drafters"),
         (also("drafters.0.windows=8"), "--also other: drafters.0.windows: ", ""),
@@ -287,8 +287,8 @@ COMMON = "the rollouts of a step have it in common"
         *[(also(FROZEN, f"{key}={value}"), f"--also other: {key}: ", COMMON) for key, value in CHANGED.items()],
         (also(FROZEN, name=PLAIN), "--also: 'plain' is the name", ""),
         (also(FROZEN, name="eagle taught"), "--also: 'eagle taught' is the name", ""),
-        ({"plain": ["mode=coupled"]}, "--plain: mode: ", COMMON),
-        ({"plain": ["drafters.0.window=2"]}, "--plain: drafters: ", COMMON),
+        ({"plain": ["mode=coupled"]}, "--plain: mode: ", "plain decoding has no drafts"),
+        ({"plain": ["drafters.0.window=2"]}, "--plain: drafters: ", "plain decoding has no drafts"),
         ({"plain": ["target.model=/nonexistent"]}, "--plain: target.model: ", COMMON),
         ({"plain": ["target.replicas=4096"]}, "--plain: target.cores: ", ""),
         ({"plain": ["nosuch=2"]}, "--plain: nosuch: ", ""),
@@ -307,12 +307,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     assert str(caught.value).startswith(start) and words in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize(("plain", "layout"), [([], (1, 2)), (["target.replicas=2"], (2, 1))])
+@pytest.mark.parametrize(
+    ("plain", "layout"), [([], (1, 2)), (["target.replicas=2"], (2, 1)), (["target.cores=1"], (1, 1))]
+)
 def test_the_rollouts_beside_a_training_have_its_cores(
     plain: list[str], layout: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(config: Config, console: Console, beside: Any) -> None:
+    def train(config: Config, console: Console, beside: Any, ready: Any) -> None:
         others.update(beside.args[0])
+        assert ready[0].config.target.cores == 1 and ready[1].size, "checked once"
         raise SpecActorError("enough")
 
     others = dict[str, Config]()

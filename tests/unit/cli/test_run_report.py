@@ -217,7 +217,7 @@ def test_rollouts_have_their_table_or_the_number_of_their_trajectories(tmp_path:
         ({}, "trainning", "Did you mean training?"),
         ({}, "zzz", "The newest of 1 runs there: training."),
         ({}, "x" * 400, "cannot be read (File name too long)"),
-        ({}, "~nosuch/x", "~nosuch/x: ~ names no user of this machine"),
+        ({}, "~nosuch/x", "~nosuch/x: there is no home folder for its ~"),
         ({"notes.txt": ""}, "r", "is no folder of a training or of a rollout. Fix: name a folder with metrics.jsonl"),
         ({"config.yaml": ""}, "r", "has no results: no step of it has ended"),
         ({"summary.json": '{"status": "failed", "error": "no GPU"}'}, "r", "no step of it has ended (no GPU)"),

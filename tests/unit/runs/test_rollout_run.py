@@ -349,16 +349,16 @@ class TestRun:
         [
             ({"sampling": {"temperature": 0.5}}, r"^sampling.temperature: .*0.5.*1.0"),
             ({"target": {"model": str(tiny_draft())}}, "^target.model: "),
-            ({"split_special_tokens": True}, "^data.split_special_tokens: .*True.*False"),
-            ({"add_special_tokens": False}, "^data.add_special_tokens: .*False.*True"),
+            ({"split_special_tokens": True}, "^data.split_special_tokens: .*true.*false"),
+            ({"add_special_tokens": False}, "^data.add_special_tokens: .*false.*true"),
             ({"limit": 1}, "line 1"),
             ({"path": "others.txt"}, "line 1"),
             ({"resume": "somewhere"}, r"^resume: .*auto or never"),
             ({"reward": {}}, r"^reward.functions: "),
             ({"reward": {"functions": [{"name": "length", "weight": 2.0}]}}, r"^reward.functions: .*2\.0.*1\.0"),
-            ({"reward": REWARD | {"answer_pattern": "a"}}, r"^reward.answer_pattern: .*'a'.*None"),
-            ({"reward": REWARD | {"failure_value": 0.0}}, r"^reward.failure_value: .*0\.0.*None"),
-            ({"answer_key": "solution"}, r"^data.answer_key: .*'solution'.*'answer'"),
+            ({"reward": REWARD | {"answer_pattern": "a"}}, r"^reward.answer_pattern: .*\"a\".*null"),
+            ({"reward": REWARD | {"failure_value": 0.0}}, r"^reward.failure_value: .*0\.0.*null"),
+            ({"answer_key": "solution"}, r"^data.answer_key: .*solution.*answer"),
         ],
     )
     def test_other_settings_are_refused_and_nothing_is_lost(self, changed: dict[str, Any], expected: str) -> None:
