@@ -202,10 +202,15 @@ def test_a_folder_has_recordings_of_one_recipe(options: dict[str, Any], tmp_path
         ({"dtype": "bfloat16"}, "--dtype"),
         ({"max_tokens": 25}, "--max-tokens"),
         ({"prompts": [same]}, "--prompts, kind"),
-        ({"prompts": [*options["prompts"], same]}, "--prompts, kind"),
     ):
         with pytest.raises(InputError, match=f"^{option}: .*another --output"):
             keep(**changed)
+    with pytest.raises(InputError, match=r"--prompts: two files have one name"):
+        keep(prompts=[*options["prompts"], same])
+    (tmp_path / "recipe.json").unlink()
+    (tmp_path / "kind-0.npz").write_bytes(b"")
+    with pytest.raises(InputError, match="recordings of an unknown recipe"):
+        keep()
 
 
 def test_the_script_on_tiny_models(options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
