@@ -286,7 +286,7 @@ def _beside_it(config: Config, option: str, items: Sequence[str], drafts: bool) 
 
 
 def _changed(one: Any, other: Any, prefix: str = "") -> Iterator[str]:
-    """Keys whose values differ in two configurations or sections."""
+    """Keys with another value in the second configuration or section."""
     for name in (field.name for field in dataclasses.fields(one)):
         mine, theirs = getattr(one, name), getattr(other, name)
         if dataclasses.is_dataclass(mine):

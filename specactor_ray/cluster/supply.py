@@ -128,9 +128,9 @@ def require_kinds(config: Config, supply: Sequence[NodeSupply]) -> None:
             continue
         number, known = f"{gpus} x " * (gpus > 1), () if kind in _TYPES else gpus_by_kind(supply)
         problem = f"no node has {number}{clipped_text(kind)}; the cluster has {_gpus(supply, label_selector(kind))}."
-        some = any(one.total.get("GPU") for one in supply)
         fix = f"use one of these, or leave it out{', or mode=coupled' * section.startswith('drafters')}."
-        fix = fix if some else "run it on CPUs (gpus=0), or on a cluster with GPUs."
+        if not any(one.total.get("GPU") for one in supply):
+            fix = "run it on CPUs (gpus=0), or on a cluster with GPUs."
         raise ConfigError(f"{section}.accelerator", problem + did_you_mean(kind, known), fix)
 
 

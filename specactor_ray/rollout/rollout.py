@@ -225,9 +225,10 @@ class Rollout:
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
-            policy = None if policy is None else policy_of(policy)
             if policy is None:
                 self.queue.require_no_stream("weights cannot change")
+            else:
+                policy_of(policy)  # a wrong one is refused before any tensor is read
             weights = self.prepare_weights(weights)
         elif weights.probe is None:
             logger.warning("weights without a probe are not proved. Fix: put_weights(..., layout=layout)")

@@ -31,8 +31,6 @@ from specactor_ray.runs.folder import (
 )
 from specactor_ray.sampling.seeds import derive_seed
 
-_SCORED = "reward.functions"
-"""Without functions there are no rewards, and keys behind this one have no effect."""
 _SAME = (
     "target.model",
     "target.backend",
@@ -42,12 +40,11 @@ _SAME = (
     "data.add_special_tokens",
     "data.split_special_tokens",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
-    _SCORED,
-    "reward.answer_pattern",
-    "reward.failure_value",
-    "data.answer_key",
+    "reward.functions",
 )
-"""Keys that determine the outputs and their rewards."""
+"""Keys that determine the outputs, and whether they are scored."""
+_SAME_REWARDS = ("reward.answer_pattern", "reward.failure_value", "data.answer_key")
+"""Keys that determine the rewards, if there are functions."""
 _REASONS = ("stop", "length", "abort", "error")
 _KINDS = {"finish_reason": str, "token_ids": list, "seed": int}
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
@@ -127,7 +124,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         saved = saved_config(folder)
         if config.target.dtype == AUTO:
             config.target.dtype = saved.target.dtype
-        for key in _SAME if config.reward.functions else _SAME[: _SAME.index(_SCORED) + 1]:
+        for key in (*_SAME, *(_SAME_REWARDS if config.reward.functions else ())):
             now, before = (json.dumps(attrgetter(key)(one), default=vars) for one in (config, saved))
             if now != before:
                 problem = f"is {now}, and the interrupted run {folder.name} has {before}."

@@ -346,11 +346,11 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dial
     n = own.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:
         raise Refusal(f"n is {clipped(n)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
-    if (given_scores := own.get("prompt_logprobs")) is not None:  # in vLLM 0 requests those of the prompt's own tokens
-        if given_scores not in (0, 1):
-            problem = f"prompt_logprobs is {clipped(given_scores)}; it must be 0 or 1: prompts get no alternatives"
+    if (scores := own.get("prompt_logprobs")) is not None:  # in vLLM 0 requests those of the prompt's own tokens
+        if scores not in (0, 1):
+            problem = f"prompt_logprobs is {clipped(scores)}; it must be 0 or 1: prompts get no alternatives"
             raise Refusal(problem, param="prompt_logprobs")
-        own["prompt_logprobs"] = given_scores is not False
+        own["prompt_logprobs"] = scores is not False
     if type(own.get("max_tokens")) is int:  # any number beyond the context means no limit
         own["max_tokens"] = min(own["max_tokens"], 2**31 - 1)
     skip = own.pop("skip_special_tokens", True)

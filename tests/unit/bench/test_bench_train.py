@@ -239,7 +239,7 @@ CHANGED = {"sampling.temperature": 0, "trainer.steps": 1, "target.model": "other
 
 
 def taught(tmp_path: Path, *overrides: str) -> Config:
-    """A training on two cores whose head is taught."""
+    """A training on two cores, with a head that it teaches."""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"prompt": "Count from 1 to 5.", "answer": "5"}) + "\n")
     head = {"method": "eagle", "model": str(tiny_eagle()), "online": {"where": "trainer"}}

@@ -56,7 +56,7 @@ def test_an_interrupted_collection_goes_on_to_the_same_corpus(tmp_path: Path) ->
 
 
 class Lengths:
-    """An engine whose requests end after these numbers of tokens, all 5."""
+    """An engine that ends requests after these numbers of tokens, all 5."""
 
     def __init__(self, *lengths: int) -> None:
         self.table, self._left, self._lengths = self, dict[int, int](), lengths
